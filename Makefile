@@ -1,0 +1,44 @@
+# Every target makes .venv when it is missing or older than what it was made from, and reuses it otherwise.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench clean
+# A target whose recipe failed half-way must not look up to date.
+.DELETE_ON_ERROR:
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+train: $(STAMP) ## train a small model under a memory budget smaller than its states
+	$(BIN)/zero-infinity train --preset 25M --memory 64MiB --steps 30
+
+test: $(STAMP) ## run every test (WORKERS=2 processes)
+	$(BIN)/pytest -n $(WORKERS) tests
+
+lint: $(STAMP) ## ruff, mypy, and the layers of the imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## measure the drive under the directory for temporary files
+	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && $(BIN)/zero-infinity bench io "$$directory"
+
+clean: ## remove .venv and everything that tools leave behind
+	rm -rf $(VENV) build dist bench-out .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +
+
+# setuptools comes first and from the same pins, so that the package is built in .venv itself: pip then makes no
+# second environment for it and resolves, and downloads, torch exactly once. Python 3.11's own setuptools is too old.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (torch is large; the first time takes minutes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,48 @@
+"""Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.
+
+The public names are looked up on first use (PEP 562), so that `import zero_infinity`, and with it the command
+line's `--help`, costs milliseconds and does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what a type checker sees of _HOMES
+    from zero_infinity.config import Config as Config
+    from zero_infinity.config import ConfigWarning as ConfigWarning
+    from zero_infinity.errors import CapacityError as CapacityError
+    from zero_infinity.errors import ConfigError as ConfigError
+    from zero_infinity.errors import CorruptionError as CorruptionError
+    from zero_infinity.errors import EngineClosedError as EngineClosedError
+    from zero_infinity.errors import StorageError as StorageError
+    from zero_infinity.errors import SwapSpaceError as SwapSpaceError
+    from zero_infinity.errors import TornStepError as TornStepError
+    from zero_infinity.errors import TransferError as TransferError
+    from zero_infinity.errors import UsageError as UsageError
+    from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
+
+__version__ = "0.1.0"
+
+# Module -> the public names that live in it.
+_EXPORTS = {
+    "config": "Config ConfigWarning",
+    "errors": "CapacityError ConfigError CorruptionError EngineClosedError StorageError SwapSpaceError "
+    "TornStepError TransferError UsageError ZeroInfinityError",
+}
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

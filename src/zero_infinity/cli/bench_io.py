@@ -1,0 +1,261 @@
+"""`zero-infinity bench io DIR`: how fast swap space in a directory is, and how close to fio that comes.
+
+Owns the choice of settings, the rounds and the report. One transfer pattern on one setting is measured by
+`store.speed`, and fio is run by `cli.fio`.
+
+Drives and shared machines vary by tens of percent from one second to the next, so the comparison is made in turn
+(ours, fio, ours, fio, ...), on the same file, and by the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from zero_infinity.cli import fio
+from zero_infinity.errors import ConfigError
+from zero_infinity.store.files import FileDevice
+from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
+from zero_infinity.store.speed import Speed, Workload, measure, scratch_memory
+from zero_infinity.units import format_bytes, format_seconds, parse_bytes
+
+_MIB = 1 << 20
+_REQUESTS = (1 * _MIB, 4 * _MIB, 8 * _MIB, 16 * _MIB)
+_THREADS = (1, 2, 4, 8)
+_FIO_SETTINGS = (
+    *(fio.FioSetting("io_uring", request, depth) for request in _REQUESTS[:3] for depth in (4, 16)),
+    *(fio.FioSetting("psync", request, 4) for request in _REQUESTS[1:3]),
+)
+_NUM_ROUNDS = 5
+_MEMORY_BYTES = 128 * _MIB
+
+_SPEED_HEADINGS = ("GB/s", "cores", "p50", "p99")
+_EXAMPLE = "example: zero-infinity bench io /mnt/nvme --size 4GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    workload: Workload
+    request_bytes: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ours with the engine's own setting against the best that fio reaches; medians of the rounds."""
+
+    workload: Workload
+    ours: Speed
+    theirs: Speed
+    fio_setting: fio.FioSetting
+
+    @property
+    def ratio(self) -> float:
+        return self.ours.bytes_per_second / self.theirs.bytes_per_second
+
+
+class _BenchFile(FileDevice):
+    """Swap space that outlives the engines that are measured on it, one after the other."""
+
+    def close(self) -> None:
+        """Not with an engine: see `remove`."""
+
+    def remove(self) -> None:
+        super().close()
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "io", help="read, write and mixed bandwidth of swap space in a directory", epilog=_EXAMPLE
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="where the swap space goes; several are striped")
+    parser.add_argument("--size", default="2GiB", metavar="SIZE", help="how much is moved each time (default 2GiB)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    num_bytes = parse_bytes(args.size) // _MIB * _MIB
+    if num_bytes < 2 * _MIB:
+        raise ConfigError(f"--size {args.size} is too small to measure; give 2MiB or more (2GiB for steady figures)")
+    device = _BenchFile(args.directories)
+    try:
+        device.extend(num_bytes)
+        memory = memoryview(scratch_memory(_MEMORY_BYTES))
+        with _progress() as say:
+            say(f"writing {format_bytes(num_bytes)} in {', '.join(args.directories)}")
+            _measure(device, memory, Setting(Workload.WRITE, _MIB, NUM_THREADS), num_bytes)
+            sweep = _sweep(device, memory, num_bytes, say)
+            comparisons = _compare(device, memory, num_bytes, say)
+        direct = device.direct
+    finally:
+        device.remove()
+    if args.json:
+        print(json.dumps(_as_json(args.directories, num_bytes, direct, sweep, comparisons)))
+    else:
+        _print_tables(args.directories, num_bytes, sweep, comparisons)
+    return 0
+
+
+def _measure(device: FileDevice, memory: memoryview, setting: Setting, num_bytes: int) -> Speed:
+    engine = QueuedEngine(device, setting.num_threads, setting.request_bytes)
+    try:
+        return measure(engine, memory, setting.workload, setting.request_bytes, num_bytes)
+    finally:
+        engine.close()
+
+
+def _sweep(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> dict[Setting, Speed]:
+    results: dict[Setting, Speed] = {}
+    for workload in Workload:
+        for request_bytes in _REQUESTS:
+            if 2 * request_bytes > num_bytes:
+                continue
+            for num_threads in _THREADS:
+                say(f"{workload.value}, requests of {format_bytes(request_bytes)}, {num_threads} threads")
+                setting = Setting(workload, request_bytes, num_threads)
+                results[setting] = _measure(device, memory, setting, num_bytes)
+    return results
+
+
+def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> list[Comparison]:
+    """Against fio, where it is there and can do the same: it has no stripes like ours."""
+    executable = fio.find()
+    settings = [setting for setting in _FIO_SETTINGS if setting.request_bytes * setting.depth <= num_bytes]
+    if executable is None:
+        say("no comparison: fio is not in PATH")
+        return []
+    if len(device.descriptors) > 1 or not settings:
+        say("no comparison: " + ("the size is too small" if not settings else "fio cannot stripe as we do"))
+        return []
+
+    def run_fio(workload: Workload, setting: fio.FioSetting) -> Speed:
+        return fio.measure(executable, device.descriptors[0], workload, setting, num_bytes, direct=device.direct)
+
+    comparisons: list[Comparison] = []
+    try:
+        for workload in (Workload.READ, Workload.WRITE):
+            say(f"fio, {workload.value}: looking for its best setting")
+            best = max(settings, key=lambda setting: run_fio(workload, setting).bytes_per_second)
+            own = Setting(workload, min(REQUEST_BYTES, num_bytes), NUM_THREADS)
+            ours: list[Speed] = []
+            theirs: list[Speed] = []
+            for index in range(_NUM_ROUNDS):
+                say(f"ours and fio in turn, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
+                ours.append(_measure(device, memory, own, num_bytes))
+                theirs.append(run_fio(workload, best))
+            comparisons.append(Comparison(workload, _median(ours), _median(theirs), best))
+    except (subprocess.SubprocessError, ValueError, KeyError) as error:
+        detail = getattr(error, "stderr", None) or error
+        print(f"no comparison: fio could not run: {str(detail).strip()}", file=sys.stderr)
+        return []
+    return comparisons
+
+
+def _median(speeds: list[Speed]) -> Speed:
+    return Speed(
+        bytes_per_second=statistics.median(speed.bytes_per_second for speed in speeds),
+        cores=statistics.median(speed.cores for speed in speeds),
+        p50_seconds=statistics.median(speed.p50_seconds for speed in speeds),
+        p99_seconds=statistics.median(speed.p99_seconds for speed in speeds),
+    )
+
+
+def _best(sweep: dict[Setting, Speed], workload: Workload) -> Setting:
+    return max(
+        (setting for setting in sweep if setting.workload is workload),
+        key=lambda setting: sweep[setting].bytes_per_second,
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: one changing line on a terminal, plain lines elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _as_json(
+    directories: list[str],
+    num_bytes: int,
+    direct: bool,
+    sweep: dict[Setting, Speed],
+    comparisons: list[Comparison],
+) -> dict[str, object]:
+    def row(setting: Setting) -> dict[str, object]:
+        return {**asdict(setting), "workload": setting.workload.value, **asdict(sweep[setting])}
+
+    return {
+        "directories": directories,
+        "num_bytes": num_bytes,
+        "direct": direct,
+        "sweep": [row(setting) for setting in sweep],
+        "best": {workload.value: row(_best(sweep, workload)) for workload in Workload},
+        "engine": {"request_bytes": REQUEST_BYTES, "num_threads": NUM_THREADS},
+        "fio": {
+            comparison.workload.value: {
+                "ours": asdict(comparison.ours),
+                "fio": {**asdict(comparison.fio_setting), **asdict(comparison.theirs)},
+                "ratio": comparison.ratio,
+            }
+            for comparison in comparisons
+        },
+    }
+
+
+def _print_tables(
+    directories: list[str], num_bytes: int, sweep: dict[Setting, Speed], comparisons: list[Comparison]
+) -> None:
+    console = Console()
+    table = Table(
+        "workload",
+        "request",
+        "threads",
+        *_SPEED_HEADINGS,
+        title=f"{', '.join(directories)}: {format_bytes(num_bytes)} each; * is the best",
+    )
+    for workload in Workload:
+        best = _best(sweep, workload)
+        for setting in (setting for setting in sweep if setting.workload is workload):
+            mark = "*" if setting == best else " "
+            table.add_row(
+                f"{workload.value} {mark}",
+                format_bytes(setting.request_bytes),
+                str(setting.num_threads),
+                *_speed_cells(sweep[setting]),
+            )
+        table.add_section()
+    console.print(table)
+    if not comparisons:
+        return
+    table = Table(
+        "workload", "who", *_SPEED_HEADINGS, "ratio", title=f"in turn with fio: medians of {_NUM_ROUNDS} rounds"
+    )
+    for comparison in comparisons:
+        ours = f"ours, {format_bytes(REQUEST_BYTES)} x {NUM_THREADS}"
+        theirs = f"fio, {comparison.fio_setting}"
+        table.add_row(comparison.workload.value, ours, *_speed_cells(comparison.ours), f"{comparison.ratio:.2f}")
+        table.add_row("", theirs, *_speed_cells(comparison.theirs), "1.00")
+    console.print(table)
+
+
+def _speed_cells(speed: Speed) -> tuple[str, str, str, str]:
+    return (
+        f"{speed.bytes_per_second / 1e9:.2f}",
+        f"{speed.cores:.2f}",
+        format_seconds(speed.p50_seconds),
+        format_seconds(speed.p99_seconds),
+    )

@@ -1,0 +1,272 @@
+"""`zero-infinity doctor`: is this machine fit for training, and if not, what to do about it.
+
+Owns the checks and their remedies. Every check looks at one thing, takes well under a second and changes nothing:
+the one file that is written, to try direct I/O, has no name and vanishes when it is closed. It measures no
+bandwidth; `zero-infinity bench` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import importlib.metadata
+import json
+import mmap
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero_infinity.machine import host_memory
+from zero_infinity.store.engine import ALIGNMENT
+from zero_infinity.units import format_bytes, format_count
+
+Status = Literal["ok", "warn", "fail"]
+
+MIN_TORCH = (2, 9)
+LOW_SPACE = 10 * 1024**3  # the states of about 650M parameters
+LOW_MEMORY = 2 * 1024**3  # torch and transformers alone take a quarter of it
+STATE_BYTES_PER_PARAM = 16  # fp32 master, momentum, variance (12) and 16-bit parameter and gradient (4)
+MATMUL_SIZE = 192  # 14 MFLOP: up to 0.05 s where a CPU does 16-bit arithmetic element by element
+MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+REMOTE_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "overlay"}
+STATUS_STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+EPILOG = """\
+examples:
+  zero-infinity doctor /mnt/nvme
+  zero-infinity doctor --json | python -m json.tool
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row: what was looked at, what was found, and what to do if it is not ok."""
+
+    name: str
+    value: str
+    status: Status = "ok"
+    remedy: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine: direct I/O, memory, limits, 16-bit speed",
+        description="Check whether this machine, and the drive under DIR, are fit for training. Exit code 1 if not.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directory", metavar="DIR", nargs="?", type=Path, default=Path(), help="where nvme= would point (default: .)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    checks = list(examine(arguments.directory))
+    if arguments.json:
+        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        Console().print(_table(checks))
+    return 1 if any(check.status == "fail" for check in checks) else 0
+
+
+def examine(directory: Path) -> Iterator[Check]:
+    """Every check, in the order of the table."""
+    yield _check_kernel()
+    yield _check_python()
+    yield from _check_torch()
+    yield _check_transformers()
+    yield from _check_memory()
+    yield _check_memlock()
+    yield _check_huge_pages(HUGE_PAGES)
+    yield from _check_directory(directory)
+
+
+def _table(checks: list[Check]) -> Table:
+    table = Table("check", "found", "", "remedy", title="zero-infinity doctor", title_justify="left")
+    for check in checks:
+        style = STATUS_STYLES[check.status]
+        table.add_row(check.name, escape(check.value), f"[{style}]{check.status}[/]", escape(check.remedy))
+    return table
+
+
+def _check_kernel() -> Check:
+    value = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Check("kernel", value, "fail", "direct I/O and huge pages need Linux")
+    return Check("kernel", value)
+
+
+def _check_python() -> Check:
+    return Check("Python", platform.python_version())
+
+
+def _check_torch() -> Iterator[Check]:
+    """torch, and what only torch can tell: the accelerator, threads and the speed of 16-bit arithmetic."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch's is missing
+        yield Check("torch", f"not importable: {error}", "fail", "pip install torch")
+        return
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    old = version < MIN_TORCH
+    wanted = ".".join(map(str, MIN_TORCH))
+    yield Check("torch", torch.__version__, "fail" if old else "ok", f"pip install 'torch>={wanted}'" if old else "")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    yield Check("accelerator", str(accelerator) if accelerator else "none: the CPU computes")
+    yield _check_threads(len(os.sched_getaffinity(0)), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
+    yield _check_half_precision(torch)
+
+
+def _check_threads(num_cores: int, num_threads: int, setting: str | None) -> Check:
+    value = f"{num_cores} cores, {num_threads} torch threads, OMP_NUM_THREADS={setting or 'unset'}"
+    if num_threads > num_cores:
+        return Check("threads", value, "warn", f"export OMP_NUM_THREADS={num_cores}: more threads than cores wait")
+    if setting is not None and 2 * num_threads <= num_cores:
+        remedy = f"export OMP_NUM_THREADS={num_cores} (divided by the ranks): cores are idle; torchrun sets it to 1"
+        return Check("threads", value, "warn", remedy)
+    return Check("threads", value)
+
+
+def _check_half_precision(torch: ModuleType) -> Check:
+    single, brain, half = (_gigaflops(torch, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    value = f"float32 {single:,.1f}, bfloat16 {brain:,.1f}, float16 {half:,.1f} GFLOP/s"
+    if brain < single / 2:
+        remedy = 'compute_dtype="float32" on the CPU; param_dtype="bfloat16" still halves what is stored and sent'
+        return Check("CPU matmul", value, "warn", remedy)
+    return Check("CPU matmul", value)
+
+
+def _gigaflops(torch: ModuleType, dtype: object) -> float:
+    """Speed of a matmul of `dtype`: the best within 0.02 s, or of one run."""
+    matrix = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
+    torch.mm(matrix, matrix)  # the first call sets up threads and kernels: 10 ms and more
+    times: list[float] = []
+    while sum(times) < 0.02:
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        times.append(time.perf_counter() - start)
+    return 2 * float(MATMUL_SIZE**3) / min(times) / 1e9
+
+
+def _check_transformers() -> Check:
+    try:
+        # The metadata, because importing it takes seconds.
+        return Check("transformers", importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError:
+        return Check("transformers", "not installed", "warn", "pip install transformers, to train its models")
+
+
+def _check_memory() -> Iterator[Check]:
+    memory = host_memory()
+    low = memory.available < LOW_MEMORY
+    value = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
+    yield Check("memory", value, "warn" if low else "ok", "end what else is running" if low else "")
+    yield Check("cgroup limit", "none" if memory.limit is None else format_bytes(memory.limit))
+
+
+def _check_memlock() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check("locked memory", "unlimited")
+    return Check("locked memory", f"at most {format_bytes(soft)} (swap buffers are not locked: no harm)")
+
+
+def _check_huge_pages(setting: Path) -> Check:
+    try:
+        words = setting.read_text(encoding="ascii").split()
+    except OSError:
+        return Check("huge pages", "not in this kernel", "warn", "nothing to do; transfers cost more CPU time")
+    active = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
+    if active in ("always", "madvise"):
+        return Check("huge pages", active)
+    return Check("huge pages", active, "warn", f"echo madvise > {setting} (as root): transfers cost less CPU time")
+
+
+def _check_directory(directory: Path) -> Iterator[Check]:
+    """The directory's file system; only the reason when it cannot be used at all."""
+    path = directory.expanduser().absolute()
+    if not path.is_dir():
+        remedy = "give a directory" if path.exists() else f"mkdir -p {path}, or mount the drive there"
+        yield Check("directory", f"{path} is not a directory", "fail", remedy)
+        return
+    yield Check("directory", str(path))
+    yield _check_file_system(path)
+    yield _check_space(path)
+    yield _check_direct_io(path)
+
+
+def _check_file_system(path: Path) -> Check:
+    kind = _file_system_type(path)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return Check("file system", kind, "warn", "a directory on a drive: this one is memory itself")
+    if kind in REMOTE_FILE_SYSTEMS:
+        return Check("file system", kind, "warn", "a directory on a local drive (ext4, xfs) is faster")
+    return Check("file system", kind)
+
+
+def _file_system_type(path: Path) -> str:
+    """Type of the mount that `path` lies in: the last one listed of the longest mount points above it."""
+    resolved, best, kind = path.resolve(), -1, "unknown"
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+        _, mount_point, this_kind, *_ = line.split(" ")
+        mount_path = Path(mount_point.replace("\\040", " "))  # a space in it is escaped
+        if resolved.is_relative_to(mount_path) and len(mount_path.parts) >= best:
+            best, kind = len(mount_path.parts), this_kind
+    return kind
+
+
+def _check_space(path: Path) -> Check:
+    status = os.statvfs(path)
+    free = status.f_bavail * status.f_frsize
+    value = f"{format_bytes(free)}: the states of about {format_count(free // STATE_BYTES_PER_PARAM)} parameters"
+    low = free < LOW_SPACE
+    return Check("free space", value, "warn" if low else "ok", "free some space, or use another drive" if low else "")
+
+
+def _check_direct_io(path: Path) -> Check:
+    """Write and read back one aligned block with O_DIRECT, in a file without a name."""
+    pattern = os.urandom(ALIGNMENT)
+    try:
+        with tempfile.TemporaryFile(dir=path) as file, mmap.mmap(-1, ALIGNMENT) as block:  # mmap: page-aligned
+            descriptor = file.fileno()
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+            block[:] = pattern
+            written = os.pwritev(descriptor, [block], 0)
+            block[:] = bytes(ALIGNMENT)
+            read = os.preadv(descriptor, [block], 0)
+            same = (written, read) == (ALIGNMENT, ALIGNMENT) and block[:] == pattern
+    except OSError as error:
+        return _direct_io_failure(path, error)
+    if not same:
+        return Check("direct I/O", "other bytes came back than were written", "fail", "another drive; check this one")
+    return Check("direct I/O", "works")
+
+
+def _direct_io_failure(path: Path, error: OSError) -> Check:
+    if error.errno == errno.EINVAL:  # how the kernel says that the file system has none
+        remedy = "a directory on ext4, xfs or btrfs; here swap goes through the page cache, at one more copy"
+        return Check("direct I/O", "not supported by this file system", "warn", remedy)
+    remedies = {
+        errno.EACCES: f"make {path} writable for this user",
+        errno.EROFS: "the file system is mounted read-only: use another, or remount it",
+        errno.ENOSPC: "free some space, or use another drive",
+    }
+    remedy = remedies.get(error.errno or 0, "use another drive")
+    return Check("direct I/O", f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})", "fail", remedy)

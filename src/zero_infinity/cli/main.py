@@ -1,0 +1,107 @@
+"""The top of the `zero-infinity` command: which subcommands there are, and how an error leaves the process.
+
+Each subcommand is a module of this package with `add_parser(subparsers)`, which adds its parser and sets the
+default `run`, a function from the parsed arguments to an exit code. Only the module of the command that was asked
+for is imported: `zero-infinity --help` answers from the table below, without torch.
+
+Exit codes: 0 done, 1 it failed, 2 a mistake in the command or the settings, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from zero_infinity import __version__
+from zero_infinity.errors import ConfigError, StorageError, TornStepError, UsageError, ZeroInfinityError
+
+# Command (which is also its module) -> the line that --help shows.
+COMMANDS = {
+    "bench": "measure what this machine's drives can do",
+    "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
+}
+
+EXIT_FAILED = 1
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
+EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
+
+EPILOG = """\
+examples:
+  zero-infinity doctor /mnt/nvme      is this machine, and that drive, fit for training?
+  zero-infinity bench io --help       how fast is the drive?
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()  # here, so that a reader who left is noticed while it can be handled
+    except ZeroInfinityError as error:
+        print(_describe(error), file=sys.stderr)
+        return EXIT_MISTAKE if _is_mistake(error) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more on exit; without this it would complain about the same pipe there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def _run(argv: list[str]) -> int:
+    # The top level has no option that takes a value, so the first word that is not an option is the command.
+    command = next((word for word in argv if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        raise _unknown_command(command)
+    parser = _build_parser(command)
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # how argparse ends after --help, --version and a wrong argument
+        return stop.code if isinstance(stop.code, int) else EXIT_MISTAKE
+    if command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_MISTAKE
+    return int(arguments.run(arguments))
+
+
+def _build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The whole parser of `command`; of the others only the names."""
+    parser = argparse.ArgumentParser(
+        prog="zero-infinity",
+        description="Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"zero-infinity {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        if name == command:
+            import_module(f"zero_infinity.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=line)
+    return parser
+
+
+def _unknown_command(command: str) -> ConfigError:
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
+    return ConfigError(f"unknown command {command!r}; {hint}")
+
+
+def _describe(error: ZeroInfinityError) -> str:
+    # An OSError's own text would put the errno before the message and the path, which it names already, after it.
+    message = error.strerror if isinstance(error, StorageError) and error.strerror else error
+    return f"{type(error).__name__}: {message}"
+
+
+def _is_mistake(error: ZeroInfinityError) -> bool:
+    """Whether the user can mend it by writing something else; a torn step is no one's mistake."""
+    return isinstance(error, ConfigError | UsageError) and not isinstance(error, TornStepError)

@@ -1,0 +1,280 @@
+"""`Config`: everything that a user can set, checked and normalised on construction.
+
+Owns the settings, their defaults, their text form (JSON, TOML) and the messages about them. It imports no torch:
+dtypes are names. It does not know how the engine uses a setting, and it creates no file; it only looks at paths,
+so that a mistake shows before anything is built or moved.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, Never, Self, TypeAlias, get_args
+
+from zero_infinity.errors import ConfigError
+from zero_infinity.machine import host_memory
+from zero_infinity.units import format_bytes, parse_bytes
+
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Stage: TypeAlias = Literal[0, 1, 2, 3]
+Update: TypeAlias = Literal["auto", "after_backward"]
+PathLike: TypeAlias = str | os.PathLike[str]
+
+# Of the memory that is available. The engine's budget does not cover activations, the data loader, Python and
+# torch themselves (about 0.3 GiB) or what the allocator keeps: they live in the rest.
+MEASURED_FRACTION = 0.7
+
+
+class ConfigWarning(UserWarning):
+    """A setting that can be meant, but probably is not."""
+
+
+# The constructor is written out, so that it takes what people write ("4GiB", one path or several, a torch.dtype)
+# while the fields have the one type that they are normalised to.
+@dataclass(frozen=True, slots=True, init=False)
+class Config:
+    """The settings of one prepared model. Immutable; `replace` makes a changed copy.
+
+    memory: host RAM that the engine may hold, per rank: "4GiB" or bytes. None: see `memory_budget`.
+    device_memory: accelerator bytes for parameters. None: measured when the model is prepared.
+    nvme: directory on the drive to use as the slowest tier, or several to stripe over. None: RAM only.
+    stage: what is split over ranks. 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+    param_dtype: how parameters are stored and sent; None keeps the model's own. Likewise compute_dtype,
+        reduce_dtype (gradients between ranks) and optim_dtype (master weights and optimizer states).
+    gradient_accumulation_steps: backward passes per update.
+    max_grad_norm: clip the global gradient norm to this. None: no clipping.
+    update: "auto" updates a parameter while backward goes on; "after_backward" keeps gradients until step().
+    verify: checksum every block that comes back from the drive.
+    trace: file to write a timeline of fetches, computation and write-backs to.
+    """
+
+    memory: int | None
+    device_memory: int | None
+    nvme: tuple[Path, ...]
+    stage: Stage
+    param_dtype: DType | None
+    compute_dtype: DType | None
+    reduce_dtype: DType | None
+    optim_dtype: DType | None
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    update: Update
+    verify: bool
+    trace: Path | None
+
+    def __init__(
+        self,
+        *,
+        memory: str | int | None = None,
+        device_memory: str | int | None = None,
+        nvme: PathLike | Iterable[PathLike] | None = None,
+        stage: int = 3,
+        param_dtype: object = None,
+        compute_dtype: object = None,
+        reduce_dtype: object = None,
+        optim_dtype: object = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        update: str = "auto",
+        verify: bool = False,
+        trace: PathLike | None = None,
+        **unknown: Never,  # a type checker rejects any; at run time the message suggests the nearest field
+    ) -> None:
+        _refuse_unknown(unknown)
+        values = {
+            "memory": _memory("memory", memory),
+            "device_memory": _size("device_memory", device_memory),
+            "nvme": _directories("nvme", nvme),
+            "stage": _choice("stage", stage, get_args(Stage)),
+            "param_dtype": _dtype("param_dtype", param_dtype),
+            "compute_dtype": _dtype("compute_dtype", compute_dtype),
+            "reduce_dtype": _dtype("reduce_dtype", reduce_dtype),
+            "optim_dtype": _dtype("optim_dtype", optim_dtype),
+            "gradient_accumulation_steps": _positive_int("gradient_accumulation_steps", gradient_accumulation_steps),
+            "max_grad_norm": _norm("max_grad_norm", max_grad_norm),
+            "update": _choice("update", update, get_args(Update)),
+            "verify": _choice("verify", verify, (False, True)),
+            "trace": _output_file("trace", trace),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen: the only place that sets
+
+    def memory_budget(self, num_ranks: int = 1) -> int:
+        """Bytes of host RAM that one of `num_ranks` engines on this machine may hold.
+
+        `memory` where it is set. Otherwise 70% of what the machine, or the container's limit, has available at
+        this moment, shared by the ranks: so ask once, when the model is prepared, and keep the answer.
+        """
+        if self.memory is not None:
+            return self.memory
+        return int(host_memory().available * MEASURED_FRACTION) // num_ranks
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with some settings changed, checked like a new one."""
+        return self.from_dict({name: getattr(self, name) for name in _field_names()} | changes)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> Self:
+        """From a mapping such as `to_dict` makes; what is absent has its default."""
+        return cls(**settings)  # type: ignore[arg-type]  # every value is checked by the constructor
+
+    @classmethod
+    def from_file(cls, path: PathLike) -> Self:
+        """From a .json or .toml file. Paths in it are relative to the working directory, like anywhere else."""
+        settings = _read_settings(Path(path))
+        try:
+            return cls.from_dict(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values (numbers, strings, lists, None), which `from_dict` takes back to an equal Config."""
+        return {name: _plain(getattr(self, name)) for name in _field_names()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def to_toml(self) -> str:
+        """TOML has no null: a setting that is None is left out, which means the same."""
+        # A JSON scalar or list of strings is TOML too, except that TOML wants DEL escaped.
+        lines = (
+            f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+            for name, value in self.to_dict().items()
+            if value is not None
+        )
+        return "\n".join(lines) + "\n"
+
+
+def _field_names() -> list[str]:
+    return [field.name for field in fields(Config)]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _wrong(field: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{field}={value!r} is not valid; accepted: {accepted}")
+
+
+def _refuse_unknown(unknown: Mapping[str, object]) -> None:
+    for name in unknown:
+        near = difflib.get_close_matches(name, _field_names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(_field_names())}"
+        raise ConfigError(f"unknown setting {name!r}; {hint}")
+
+
+def _size(field: str, value: object) -> int | None:
+    if value is None:
+        return None
+    try:
+        num_bytes = parse_bytes(value)  # type: ignore[arg-type]  # it checks the type itself
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    if num_bytes == 0:
+        raise _wrong(field, value, 'a size above zero such as "4GiB", or None to measure')
+    return num_bytes
+
+
+def _memory(field: str, value: object) -> int | None:
+    num_bytes = _size(field, value)
+    if num_bytes is not None and num_bytes > (total := host_memory().total):
+        message = f"{field} is {format_bytes(num_bytes)}, but this machine or its container has {format_bytes(total)}"
+        warnings.warn(message, ConfigWarning, stacklevel=3)  # past __init__: who called
+    return num_bytes
+
+
+def _path(field: str, value: object) -> Path:
+    """Absolute, so that a later chdir does not change what it means."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise _wrong(field, value, "a path")
+    return Path(value).expanduser().absolute()
+
+
+def _directories(field: str, value: object) -> tuple[Path, ...]:
+    if value is None:
+        return ()
+    several = not isinstance(value, str | os.PathLike)
+    if several and not isinstance(value, Iterable):
+        raise _wrong(field, value, "a directory, several directories, or None")
+    paths = tuple(_path(field, item) for item in (value if isinstance(value, Iterable) and several else [value]))
+    for path in paths:
+        _check_directory(field, path)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise _wrong(field, value, "directories that differ: striping over the same one twice gains nothing")
+    return paths
+
+
+def _check_directory(field: str, path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(f"{field}: {path} does not exist\n  fix: mkdir -p {path}, or mount the drive there")
+    if not path.is_dir():
+        raise ConfigError(f"{field}: {path} is a file; accepted: a directory, several directories, or None")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{field}: {path} is not writable by this user\n  fix: its permissions, or another directory")
+
+
+def _output_file(field: str, value: object) -> Path | None:
+    if value is None:
+        return None
+    path = _path(field, value)
+    if path.is_dir():
+        raise ConfigError(f"{field}: {path} is a directory; accepted: the name of a file to write, or None")
+    _check_directory(field, path.parent)
+    return path
+
+
+def _choice(field: str, value: object, choices: tuple[object, ...]) -> object:
+    # By type too, because True == 1 and a stage of 1.0 is a slip.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise _wrong(field, value, ", ".join(repr(choice) for choice in choices))
+    return value
+
+
+def _dtype(field: str, value: object) -> str | None:
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
+    if name not in get_args(DType):
+        raise _wrong(field, value, ", ".join(repr(choice) for choice in get_args(DType)) + ", or None")
+    return name
+
+
+def _positive_int(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(field, value, "an integer of at least 1")
+    return value
+
+
+def _norm(field: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise _wrong(field, value, "a finite number above zero, or None for no clipping")
+    return float(value)
+
+
+def _read_settings(path: Path) -> Mapping[str, object]:
+    """The mapping in a settings file."""
+    parsers = {".json": json.loads, ".toml": tomllib.loads}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(f"{path}: the suffix {path.suffix!r} is not known; accepted: .json, .toml")
+    try:
+        settings = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also what both parsers and a wrong encoding raise
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: holds a {type(settings).__name__}; accepted: one table of settings")
+    return settings

@@ -1,0 +1,57 @@
+"""Every exception that this package raises on purpose.
+
+    ZeroInfinityError
+    ├── ConfigError            a setting that cannot be meant (also a ValueError)
+    ├── CapacityError          something does not fit in a byte budget (also a MemoryError)
+    ├── StorageError           a disk or a file refused (also an OSError: errno and filename are set)
+    │   ├── SwapSpaceError     swap space could not be created or reserved
+    │   ├── TransferError      a read or a write failed, with path, offset and length
+    │   └── CorruptionError    a block came back with other bytes than were written
+    ├── EngineClosedError      the I/O engine was closed, or failed earlier
+    ├── UsageError             a call that the engine cannot honour, with what to do instead (also a RuntimeError)
+    └── TornStepError          a step was interrupted half-way; some parameters are updated and some are not
+
+A message names the thing, both numbers with their units, and the setting that mends it.
+"""
+
+from __future__ import annotations
+
+
+class ZeroInfinityError(Exception):
+    """Base of every exception that this package raises on purpose."""
+
+
+class ConfigError(ZeroInfinityError, ValueError):
+    """A setting that cannot be meant."""
+
+
+class CapacityError(ZeroInfinityError, MemoryError):
+    """Something does not fit in a byte budget."""
+
+
+class StorageError(ZeroInfinityError, OSError):
+    """A disk or a file refused."""
+
+
+class SwapSpaceError(StorageError):
+    """Swap space could not be created or reserved."""
+
+
+class TransferError(StorageError):
+    """A read or a write failed."""
+
+
+class CorruptionError(StorageError):
+    """A block came back with other bytes than were written."""
+
+
+class EngineClosedError(ZeroInfinityError, RuntimeError):
+    """The I/O engine was closed, or failed earlier."""
+
+
+class UsageError(ZeroInfinityError, RuntimeError):
+    """A call that the engine cannot honour, with what to do instead."""
+
+
+class TornStepError(UsageError):
+    """A step was interrupted half-way: some parameters are updated and some are not."""

@@ -1,0 +1,245 @@
+"""Shows parameters their bytes for as long as they are needed, and no longer.
+
+Two rules carry the correctness. *Memory is handed on only when the storage over it has died*: `buffers` sees to it.
+*A parameter is parked only when nothing saved it unpacked*: autograd saves a leaf as the Parameter object itself, so
+parking it would turn a saved value into NaN. Therefore, wherever a parameter is exposed, saved-tensor hooks are on top
+that replace a tensor over a unit's storage by a handle (unit, size, stride, offset), fetched again at unpack; every
+other tensor goes to the hooks that were on top before (`torch.utils.checkpoint`'s, the user's `save_on_cpu`).
+
+Parameters are swapped by one thread at a time: a kernel running elsewhere holds the tensor, not its memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import _autograd
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zero_infinity.errors import UsageError
+from zero_infinity.runtime import parked
+from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.unit import ManagedParameter, Unit
+
+
+class Handle:
+    """A saved tensor that lies in a unit: what is needed to find it again."""
+
+    __slots__ = ("__weakref__", "offset", "size", "stride", "unit")
+
+    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+        self.unit = unit
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        unit.num_handles += 1
+
+    def __del__(self) -> None:
+        self.unit.num_handles -= 1
+
+
+class _Delegated:
+    """A saved tensor packed by the hooks that were on top before ours."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class Exposure:
+    """Exposes and parks the parameters of one engine."""
+
+    def __init__(self, residency: Residency, on_read: Callable[[Unit], None]) -> None:
+        self._residency = residency
+        self._on_read = on_read
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
+        self._num_exposed = 0
+        self._thread = 0
+
+    # ------------------------------------------------------------------ units
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        """The unit's elements in memory; they stay there while the tensor or a view of it lives."""
+        self._on_read(unit)
+        flat = unit.alive() if unit.alive is not None else None
+        block = unit.the_block()
+        if flat is not None and self._residency.store.ready(block):
+            return flat
+        # The user may be inside inference_mode, a FakeTensorMode or a torch.func transform; what we make is ordinary.
+        with _ordinary_tensors():
+            self._residency.access(block)
+            self._residency.wait(block)
+            flat = self._residency.store.lease(block)[: unit.num_bytes].view(unit.dtype)
+        unit.alive = weakref.ref(flat)
+        storage = flat.untyped_storage()
+        self._storages[storage._cdata] = (weakref.ref(storage), unit)
+        return flat
+
+    def expose(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Show these parameters their values."""
+        thread = threading.get_ident()
+        if self._num_exposed and self._thread != thread:
+            raise UsageError(
+                f"parameter {parameters[0].name!r} is used by a second thread while another one is inside the model\n"
+                "  fix:   run one forward or backward at a time for each prepared model"
+            )
+        self._thread = thread
+        for done, parameter in enumerate(parameters):
+            try:
+                self._expose_one(parameter)
+            except BaseException:
+                self.park(parameters[:done])
+                raise
+
+    def park(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Hide them again, keeping what the user may have written."""
+        for parameter in reversed(parameters):
+            parameter.num_exposures -= 1
+            self._num_exposed -= 1
+            if not parameter.num_exposures:
+                self._keep_edits(parameter)
+                parked.park(parameter)
+            unit = parameter.unit
+            unit.num_exposed -= 1
+            if not unit.num_exposed:
+                unit.flat = None
+                self._residency.unpin(unit.the_block())
+
+    def call_exposed(self, parameters: Sequence[ManagedParameter], call: Callable[[], Any]) -> Any:
+        """The safety net: one torch function with these parameters exposed."""
+        self.expose(parameters)
+        pushed = self.push_hooks()
+        try:
+            return call()
+        finally:
+            if pushed:
+                _autograd._pop_saved_tensors_default_hooks()
+            self.park(parameters)
+
+    @contextmanager
+    def exposed(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+        self.expose(parameters)
+        try:
+            yield
+        finally:
+            self.park(parameters)
+
+    def _expose_one(self, parameter: ManagedParameter) -> None:
+        unit = parameter.unit
+        if unit.flat is None:
+            block = unit.the_block()
+            flat = self.acquire(unit)
+            self._residency.pin(block)
+            unit.flat = flat
+        unit.num_exposed += 1
+        self._num_exposed += 1
+        parameter.num_exposures += 1
+        if parameter.num_exposures == 1:
+            with _ordinary_tensors():
+                self._check_cell(parameter)
+                parked.show(parameter, parameter.of(unit.flat))
+            parameter.exposed_version = parameter.parameter._version
+
+    def _check_cell(self, parameter: ManagedParameter) -> None:
+        cell = parameter.parked_data
+        if cell.device.type == "cpu" and cell.as_strided((1,), (1,)).item() == cell.as_strided((1,), (1,)).item():
+            raise UsageError(
+                f"parameter {parameter.name!r} was written to while it was parked, past the safety net\n"
+                "  fix:   edit parameters inside zi.gathered([...])"
+            )
+
+    def _keep_edits(self, parameter: ManagedParameter) -> None:
+        """The user may have changed the value in place, or put another tensor in (`p.data = t`)."""
+        unit = parameter.unit
+        data = parameter.parameter.data
+        if unit.flat is None:
+            return
+        if data.untyped_storage()._cdata != unit.flat.untyped_storage()._cdata:
+            parameter.of(unit.flat).copy_(data)
+        elif parameter.parameter._version == parameter.exposed_version:
+            return
+        self.mark_edited(parameter)
+
+    def mark_edited(self, parameter: ManagedParameter) -> None:
+        """The exposed value is newer than what is stored."""
+        parameter.edited = True
+        self._residency.store.mark_dirty(parameter.unit.the_block())
+
+    # ------------------------------------------------------------------ saved tensors
+
+    def push_hooks(self) -> bool:
+        """Put our saved-tensor hooks on top, unless they are there or hooks are forbidden (torch.func)."""
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            return False
+        outer = _autograd._top_saved_tensors_default_hooks(True)
+        owner = getattr(outer[0], "__self__", None) if outer is not None else None
+        if owner is self or (isinstance(owner, _ComposedHooks) and owner.exposure is self):
+            return False
+        if outer is None:
+            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        else:
+            composed = _ComposedHooks(self, outer[0], outer[1])
+            _autograd._push_saved_tensors_default_hooks(composed.pack, composed.unpack)
+        return True
+
+    def handle_for(self, tensor: torch.Tensor) -> Handle | None:
+        """A handle when `tensor` lies in a unit's memory."""
+        if not self._storages or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        found = self._storages.get(storage._cdata)
+        if found is None:
+            return None
+        if found[0]() is not storage:
+            # The address was used again after the unit's storage had died.
+            del self._storages[storage._cdata]
+            return None
+        return Handle(found[1], tensor)
+
+    def restore(self, handle: Handle) -> torch.Tensor:
+        """The tensor that was saved as `handle`."""
+        flat = self.acquire(handle.unit)
+        return flat.as_strided(handle.size, handle.stride, handle.offset)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return self.handle_for(tensor) or tensor
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return self.restore(packed) if isinstance(packed, Handle) else packed
+
+
+class _ComposedHooks:
+    """Our hooks over somebody else's."""
+
+    __slots__ = ("_outer_pack", "_outer_unpack", "exposure")
+
+    def __init__(self, exposure: Exposure, pack: Callable[..., Any], unpack: Callable[..., torch.Tensor]) -> None:
+        self.exposure = exposure
+        self._outer_pack = pack
+        self._outer_unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = self.exposure.handle_for(tensor)
+        return handle if handle is not None else _Delegated(self._outer_pack(tensor), self._outer_unpack)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            return self.exposure.restore(packed)
+        restored: torch.Tensor = packed.unpack(packed.packed)
+        return restored
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    if not torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with torch.inference_mode(False), _disable_current_modes():
+        yield

@@ -1,0 +1,314 @@
+"""From a gradient to an update: what happens between autograd's hook and the worker.
+
+A gradient that completes its unit while backward goes on is handed to the worker at once, when the last cycle
+says that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of its
+chunks, which the policy may push out to NVMe, until `step()`. Either way `p.grad` is None after backward.
+
+Gradients that wait for the worker were allocated by autograd, outside of the pool. Room for them is set aside: when it is
+used up, the hook waits for the worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.errors import TornStepError, UsageError
+from zero_infinity.runtime.cycle import Cycle
+from zero_infinity.runtime.record import Chunk, Record, Segment
+from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.runtime.update_rule import UpdateRule, hyperparameters_of
+from zero_infinity.runtime.updater import Job, Updater
+
+_TORN = (
+    '\n  fix:   reload a checkpoint or build the model again; update="after_backward" in zi.Config keeps every '
+    "update for step()"
+)
+
+
+class Gradients:
+    """Takes gradients in, hands updates out."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        updater: Updater,
+        optimizer: Optimizer,
+        records: dict[Unit, Record],
+        *,
+        reserve: int,
+        num_backwards: int,
+        early: bool,
+        norms: bool,
+    ) -> None:
+        self._residency = residency
+        self._updater = updater
+        self._optimizer = optimizer
+        self._rule = UpdateRule(optimizer)
+        self._records = records
+        self._places = _places(records.values())
+        self._reserve = reserve
+        self._num_backwards = num_backwards  # gradient accumulation: this many make a step
+        self._early = early
+        self._norms = norms
+        self._last = Cycle()
+        self.cycle = Cycle()
+        self._early_units: frozenset[Unit] = frozenset()
+        self._num_cycles = 0
+        self.synchronised = True  # False inside no_sync()
+        self._graph_task = -1
+        self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
+        self._retained: set[ManagedParameter] = set()
+        self._outstanding_bytes = 0
+        self._lock = threading.Lock()
+        self.norms: dict[ManagedParameter, torch.Tensor] = {}
+        self.torn: str | None = None
+
+    # ------------------------------------------------------------------ events from the model
+
+    def on_read(self, unit: Unit) -> None:
+        """A unit's value is read on the computing thread."""
+        if unit in self.cycle.updated:
+            raise TornStepError(
+                f"{unit.name!r} is read after it was updated and before optimizer.step(): the value would be the next "
+                "step's" + _TORN
+            )
+        self.cycle.read(unit)
+
+    def on_gradient(self, parameter: ManagedParameter) -> None:
+        """Autograd has put a gradient on the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.parameter.grad
+            parameter.parameter.grad = None
+        if gradient is None:
+            return
+        self._follow_backward()
+        self.take(parameter, gradient)
+
+    def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        """A gradient of `parameter` has come: keep it, or update with it."""
+        unit = parameter.unit
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
+                "  fix:   build the embedding with sparse=False"
+            )
+        if unit in self.cycle.updated:
+            self.torn = f"{parameter.name!r} got another gradient after its update was under way"
+            raise TornStepError(self.torn + _TORN)
+        self.cycle.fired(parameter)
+        flat = parameter.flattened(gradient.detach()).to(self._records[unit].dtype)
+        if self._may_update_early(unit):
+            self._make_room(flat.nbytes)
+            self._waiting.setdefault(unit, {})[parameter] = self._with_retained(parameter, flat)
+            self._update_when_complete(unit)
+        else:
+            self._retain(parameter, flat)
+
+    def _follow_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._graph_task:
+            return
+        self._graph_task = task
+        if not self.synchronised:
+            return
+        if self.cycle.updated and not self.cycle.backward_complete:
+            self.torn = "the last backward did not finish, but some of its updates had run"
+            raise TornStepError(self.torn + _TORN)
+        self.cycle.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+
+    def _backward_done(self) -> None:
+        self.cycle.backward_complete = True
+
+    # ------------------------------------------------------------------ updating while backward goes on
+
+    def _may_update_early(self, unit: Unit) -> bool:
+        return unit in self._early_units and self.synchronised and self.cycle.num_backwards == self._num_backwards
+
+    def _update_when_complete(self, unit: Unit) -> None:
+        """Update the unit if each of its parameters has had as many gradients as in the last cycle."""
+        for parameter in unit.parameters:
+            if self.cycle.firings.get(parameter, 0) < self._last.firings.get(parameter, 0):
+                return
+        waiting = self._waiting.pop(unit)
+        if unit.num_handles:
+            # Autograd still holds a saved value (retain_graph, a second graph): it must not change under it.
+            self.cycle.deferred.add(unit)
+            for parameter, flat in waiting.items():
+                self._retain(parameter, flat)
+                self._release(flat.nbytes)
+            return
+        retained = [p for p in unit.parameters if p in self._retained]
+        self._retained.difference_update(retained)
+        self.cycle.updated.add(unit)
+        self._submit(unit, {**waiting, **dict.fromkeys(retained)}, ())
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
+        if self._outstanding_bytes + num_bytes > self._reserve:
+            start = time.perf_counter()
+            self._updater.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
+            self._residency.waited_seconds += time.perf_counter() - start
+        if self._outstanding_bytes + num_bytes > self._reserve:
+            for waiting in self._waiting.values():
+                for parameter, flat in waiting.items():
+                    self._retain(parameter, flat)
+                    self._release(flat.nbytes)
+            self._waiting.clear()
+        with self._lock:
+            self._outstanding_bytes += num_bytes
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._outstanding_bytes -= num_bytes
+
+    # ------------------------------------------------------------------ retaining
+
+    def _retain(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """Add a gradient into its blocks."""
+        if self._norms:
+            flat = self._with_retained(parameter, flat)
+            self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
+        for chunk, segment in self._places[parameter]:
+            self._residency.access(chunk.gradient)
+            self._residency.wait(chunk.gradient)
+            part = flat[segment.start : segment.stop]
+            with self._residency.store.changing(chunk.gradient) as memory:
+                kept = _part(memory, segment, flat.dtype)
+                if parameter in self._retained:
+                    kept.add_(part)
+                else:
+                    kept.copy_(part)
+            self._residency.store.mark_dirty(chunk.gradient)
+        self._retained.add(parameter)
+
+    def _with_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
+        """The gradient plus what was retained of earlier ones, which is then forgotten."""
+        if parameter not in self._retained:
+            return flat
+        for chunk, segment in self._places[parameter]:
+            self._residency.access(chunk.gradient)
+            self._residency.wait(chunk.gradient)
+            with self._residency.store.changing(chunk.gradient) as memory:
+                flat[segment.start : segment.stop].add_(_part(memory, segment, flat.dtype))
+        self._retained.discard(parameter)
+        return flat
+
+    def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
+        """The retained gradient of `parameter`, whole; None if there is none."""
+        if parameter not in self._retained:
+            return None
+        flat = torch.empty(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        for chunk, segment in self._places[parameter]:
+            self._residency.access(chunk.gradient)
+            self._residency.wait(chunk.gradient)
+            with self._residency.store.changing(chunk.gradient) as memory:
+                flat[segment.start : segment.stop] = _part(memory, segment, flat.dtype)
+        return flat.as_strided(parameter.shape, parameter.stride)
+
+    def discard(self) -> None:
+        """Forget all gradients that no update has been submitted for."""
+        if self.cycle.updated:
+            self.torn = "zero_grad() came after some updates of this backward had run and before step()"
+            raise TornStepError(self.torn + _TORN)
+        for waiting in self._waiting.values():
+            for flat in waiting.values():
+                self._release(flat.nbytes)
+        self._waiting.clear()
+        self._expire({p.unit for p in self._retained})
+        self._retained.clear()
+        self.norms.clear()
+
+    def _expire(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for chunk in self._records[unit].chunks:
+                self._residency.expire(chunk.gradient)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, factors: tuple[torch.Tensor, ...] = ()) -> None:
+        """Update with every gradient that is left, and begin the next cycle."""
+        self._updater.check()
+        if self.torn is not None:
+            raise TornStepError(self.torn + _TORN)
+        if self.cycle.updated and not self.cycle.backward_complete:
+            self.torn = "backward did not finish, but some of its updates had run"
+            raise TornStepError(self.torn + _TORN)
+        for unit in self._in_next_order():
+            direct = self._waiting.pop(unit, {})
+            for parameter, flat in direct.items():
+                self._retain(parameter, flat)
+                self._release(flat.nbytes)
+            retained = [p for p in unit.parameters if p in self._retained]
+            self._submit(unit, dict.fromkeys(retained), factors)
+        self._retained.clear()
+        self.norms.clear()
+        self._end_cycle()
+
+    def _in_next_order(self) -> list[Unit]:
+        """Units with gradients, first those that the next forward will read first."""
+        with_gradients = dict.fromkeys(self._waiting) | dict.fromkeys(p.unit for p in self._retained)
+        first = [unit for unit in self.cycle.read_order if unit in with_gradients]
+        return first + [unit for unit in self._records if unit in with_gradients and unit not in self.cycle.read_order]
+
+    def _submit(
+        self, unit: Unit, gradients: dict[ManagedParameter, torch.Tensor | None], factors: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Fetch what the update needs, in the order in which it will be used, and hand it to the worker."""
+        record = self._records[unit]
+        groups = self._optimizer.param_groups
+        num_bytes = sum(flat.nbytes for flat in gradients.values() if flat is not None)
+        job = Job(
+            record,
+            gradients,
+            {p: hyperparameters_of(groups[p.group]) for p in gradients if p.group is not None},
+            self._rule,
+            factors,
+            lambda: self._release(num_bytes),
+        )
+        store, block = self._residency.store, unit.the_block()
+        self._residency.access(block)
+        store.hold(block)
+        with self._residency.pinned(block):
+            for chunk in record.chunks:
+                if job.in_blocks:
+                    self._residency.access(chunk.gradient)
+                    store.hold(chunk.gradient)
+                if chunk.record is not None:
+                    with self._residency.pinned(chunk.gradient):
+                        self._residency.access(chunk.record)
+                    store.hold(chunk.record)
+                self._residency.expire(chunk.gradient)
+        self._updater.submit(job)
+
+    def _end_cycle(self) -> None:
+        self._num_cycles += 1
+        early = frozenset(
+            unit
+            for unit in self._records
+            if self._early
+            and self.cycle.allows_early_update(unit, self._num_backwards)
+            and unit in self.cycle.last_firing
+        )
+        self._residency.end_cycle(same_order=early == self._early_units)
+        self._early_units = early
+        self._last, self.cycle = self.cycle, Cycle()
+
+
+def _places(records: Iterable[Record]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:
+    places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
+    for record in records:
+        for chunk in record.chunks:
+            for segment in chunk.segments:
+                places.setdefault(segment.parameter, []).append((chunk, segment))
+    return places
+
+
+def _part(memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+    return memory.view(dtype)[segment.offset : segment.offset + segment.stop - segment.start]

@@ -1,0 +1,72 @@
+"""The optimizer that a prepared model is trained with: a real `torch.optim.Optimizer` over streamed states.
+
+It shares its parameter groups with the optimizer that the user made, so every LR scheduler works on either. `step()`
+submits what backward has not submitted yet and returns without waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.errors import UsageError
+from zero_infinity.runtime.engine import TrainingEngine
+
+
+class StreamedOptimizer(Optimizer):
+    """Updates parameters whose states live in blocks, by the class of the optimizer that it was made from."""
+
+    def __init__(self, engine: TrainingEngine, optimizer: Optimizer) -> None:
+        super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self._engine = engine
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global gradient norm of the last step, when `max_grad_norm` is set."""
+        return self._engine.grad_norm
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Finish the update that backward began."""
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure) is not supported: parameters are updated while backward runs\n"
+                "  fix:   call loss.backward() yourself, then optimizer.step()"
+            )
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
+        """Forget gradients that were not used. A step has consumed its gradients already."""
+        self._engine.discard_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate; the one after them completes the step."""
+        with self._engine.accumulating():
+            yield
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_engine"):
+            raise UsageError(
+                "a parameter group cannot be added after zi.prepare: its states would have no place\n"
+                "  fix:   add it to the optimizer before zi.prepare"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states in memory, as the plain optimizer's `state_dict()` has them."""
+        return self._engine.optimizer_state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take in the states of a plain optimizer's `state_dict()`."""
+        self._engine.load_optimizer_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a streamed optimizer cannot be pickled or copied\n  fix:   use optimizer.state_dict()")
+
+    def __repr__(self) -> str:
+        return f"Streamed{self._engine.user_optimizer!r}"

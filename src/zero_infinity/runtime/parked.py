@@ -1,0 +1,166 @@
+"""A parameter whose bytes are elsewhere, and the safety net under it.
+
+A parked parameter is still the user's own `nn.Parameter` object, with true shape, dtype and device; only its class is
+swapped for `ParkedParameter`, and its data is one NaN cell expanded to the shape: it takes no memory, and whatever goes
+past the net shows as NaN, never as plausible numbers.
+
+Any torch function that gets a parked parameter comes through `__torch_function__`: metadata is answered as it is;
+for everything else the parameter is exposed (its bytes are fetched), the function runs, and it is parked again.
+So `F.linear(x, other.weight)`, tied weights, `nn.MultiheadAttention`'s inner projections, an L2 penalty in the loss and
+code outside of any forward just work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_infinity.errors import UsageError
+from zero_infinity.runtime.unit import ManagedParameter
+
+ATTRIBUTE = "_zero_infinity"  # where a parameter keeps its ManagedParameter
+
+
+class Exposer(Protocol):
+    """Whoever can show the bytes of a parameter."""
+
+    def call_exposed(self, parameters: Sequence[ManagedParameter], call: Callable[[], Any]) -> Any:
+        """Run `call` while the parameters show their values."""
+
+
+def managed(parameter: torch.Tensor) -> ManagedParameter | None:
+    """What is known of a parameter, if it is one of ours."""
+    found: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)
+    return found
+
+
+def exposer_of(parameter: ManagedParameter) -> Exposer:
+    exposer: Exposer = parameter.parameter.__dict__[ATTRIBUTE + "_exposer"]
+    return exposer
+
+
+def adopt(parameter: ManagedParameter, exposer: Exposer) -> None:
+    """From now on `exposer` answers for this parameter."""
+    parameter.parameter.__dict__[ATTRIBUTE] = parameter
+    parameter.parameter.__dict__[ATTRIBUTE + "_exposer"] = exposer
+
+
+def park(parameter: ManagedParameter) -> None:
+    """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
+    parameter.parameter.data = parameter.parked_data
+    parameter.parameter.__class__ = ParkedParameter
+
+
+def show(parameter: ManagedParameter, data: torch.Tensor) -> None:
+    """Point the parameter at real values and give it its own class again."""
+    parameter.parameter.__class__ = parameter.plain_class
+    parameter.parameter.data = data
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+# Answered from the parked parameter itself: its shape, dtype, device and autograd fields are the true ones.
+_METADATA: frozenset[Any] = frozenset(
+    _getters(
+        *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "grad_fn", "_version"),
+        *(
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_sparse_csr",
+            "is_quantized",
+            "is_mkldnn",
+            "is_xpu",
+            "is_mps",
+        ),
+        *("is_nested", "names", "itemsize", "nbytes", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *("retains_grad", "_base", "_grad", "_grad_fn", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
+    )
+    | {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__}  # type: ignore[attr-defined]
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
+            *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__"),
+            *("is_inference", "_is_view", "get_device", "ndimension", "is_same_size"),
+        )
+    }
+    | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class ParkedParameter(nn.Parameter):
+    """The class of a parameter while its bytes are elsewhere. Instances are made by `park`, never directly."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        if func is _SET_DATA:
+            _check_same_kind(args[0], args[1])
+        # The parameter may come by keyword (nn.init, F.layer_norm) or inside a list (_VF.lstm).
+        found = list({id(p): p for p in _parked_in((args, keywords))}.values())
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        return _call_exposed(found, lambda: func(*args, **keywords))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary parameter with the values in memory."""
+        parameter = self.__dict__[ATTRIBUTE]
+        copied: nn.Parameter = _call_exposed([parameter], lambda: self.__deepcopy__(memo))
+        for name in (ATTRIBUTE, ATTRIBUTE + "_exposer"):
+            copied.__dict__.pop(name, None)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"parameter {self.__dict__[ATTRIBUTE].name!r} is parked and cannot be pickled\n"
+            "  fix:   pickle copy.deepcopy(model), or model.state_dict()"
+        )
+
+
+def _call_exposed(parameters: list[ManagedParameter], call: Callable[[], Any]) -> Any:
+    """Run `call` with all of these exposed, whichever engines they belong to."""
+    exposer = exposer_of(parameters[0])
+    mine = [p for p in parameters if exposer_of(p) is exposer]
+    others = [p for p in parameters if exposer_of(p) is not exposer]
+    if others:
+        return exposer.call_exposed(mine, lambda: _call_exposed(others, call))
+    return exposer.call_exposed(mine, call)
+
+
+def _parked_in(value: Any) -> Iterator[ManagedParameter]:
+    if isinstance(value, ParkedParameter):
+        yield value.__dict__[ATTRIBUTE]
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _parked_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _parked_in(item)
+
+
+def _check_same_kind(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
+    with torch._C.DisableTorchFunctionSubclass():
+        old = (parameter.dtype, parameter.device, parameter.shape)
+        new = (data.dtype, data.device, data.shape)
+    if old != new:
+        name = parameter.__dict__[ATTRIBUTE].name
+        raise UsageError(
+            f"parameter {name!r} is managed by zero_infinity as {old[0]} {tuple(old[2])} on {old[1]} and cannot become "
+            f"{new[0]} {tuple(new[2])} on {new[1]}\n"
+            "  fix:   convert the model before zi.prepare, or set param_dtype / compute_dtype in zi.Config"
+        )

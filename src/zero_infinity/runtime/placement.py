@@ -1,0 +1,128 @@
+"""How one byte budget is divided, and whether it is enough: decided once, before anything moves.
+
+    budget = resident + set aside + cache
+
+*Resident*: small units stay in memory with their records when all of them together are a sliver of the budget; moving a
+bias costs a request and saves nothing. Without NVMe everything is resident. *Set aside*: room for the gradients
+that autograd has made and the worker has not used yet. *Cache*: what the policy fills with the blocks that are used next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.store.blocks import Home
+from zero_infinity.store.extents import round_up
+from zero_infinity.units import format_bytes
+
+# A unit of at most this many bytes is small...
+_SMALL_BYTES = 256 * 1024
+# ...and stays resident while all small ones take at most this part of the budget.
+_SMALL_SHARE = 1 / 16
+# Records are cut so that one is at most this part of the cache, and within these bounds: requests of a few MiB reach the
+# drive's bandwidth, larger ones only take memory.
+_CHUNK_SHARE = 1 / 24
+_MIN_CHUNK_BYTES = 256 * 1024
+_MAX_CHUNK_BYTES = 16 * 1024 * 1024
+# Gradients on their way to the worker may take this part of the budget (or one whole unit's, if that is more).
+_GRADIENT_SHARE = 1 / 8
+# Blocks are fetched ahead as far as this part of the cache reaches.
+_LOOKAHEAD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """What a unit takes: its parameters, its whole record and its gradients, in bytes."""
+
+    name: str
+    parameters: int
+    record: int
+    gradients: int
+    record_bytes_per_element: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.record + self.gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The division of a budget."""
+
+    homes: dict[str, Home]  # by unit name
+    resident: int
+    set_aside: int
+    cache: int
+    lookahead: int
+    chunk_bytes: int  # of one record, about
+    swap: int  # bytes to reserve on NVMe
+
+    @property
+    def needed(self) -> int:
+        return self.resident + self.set_aside + self.cache
+
+
+def place(units: Sequence[UnitSize], budget: int, *, nvme: bool) -> Placement:
+    """Divide `budget` bytes; `CapacityError` when it cannot work."""
+    gradients = max((u.gradients for u in units), default=0)
+    if not nvme:
+        resident = sum(u.total for u in units) + gradients
+        if resident > budget:
+            raise CapacityError(
+                f"the states take {format_bytes(resident)} of host memory, but memory is {format_bytes(budget)} "
+                "and there is no nvme to put the rest on\n"
+                f'  fix:   nvme="/path/on/a/drive", or memory={_suggest(resident)}'
+            )
+        homes = {u.name: Home.RAM for u in units}
+        return Placement(homes, resident - gradients, gradients, 0, 0, _MAX_CHUNK_BYTES, 0)
+    homes = _homes(units, budget)
+    resident = sum(u.total for u in units if homes[u.name] is Home.RAM)
+    moving = [u for u in units if homes[u.name] is Home.NVME]
+    all_gradients = sum(u.gradients for u in units)
+    set_aside = max(gradients, min(all_gradients, int(budget * _GRADIENT_SHARE)))
+    everything = sum(u.total for u in moving)
+    cache = min(budget - resident - set_aside, everything)
+    chunk = _chunk_bytes(cache)
+    _check(moving, budget, resident, gradients, chunk)
+    if cache < _minimum(moving, chunk):
+        # Tight: only what one unit's gradients need is set aside.
+        set_aside = gradients
+        cache = min(budget - resident - set_aside, everything)
+    return Placement(homes, resident, set_aside, cache, int(cache * _LOOKAHEAD_SHARE), chunk, everything)
+
+
+def _homes(units: Sequence[UnitSize], budget: int) -> dict[str, Home]:
+    small = {u.name for u in units if u.parameters <= _SMALL_BYTES}
+    if sum(u.total for u in units if u.name in small) > budget * _SMALL_SHARE:
+        small = set()
+    return {u.name: Home.RAM if u.name in small else Home.NVME for u in units}
+
+
+def _chunk_bytes(cache: int) -> int:
+    return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, round_up(int(max(cache, 0) * _CHUNK_SHARE))))
+
+
+def _minimum(moving: Sequence[UnitSize], chunk: int) -> int:
+    """The least cache: the largest unit's parameters and two chunks (a record and a gradient)."""
+    return max((u.parameters + min(2 * chunk, round_up(u.record) + round_up(u.gradients)) for u in moving), default=0)
+
+
+def _check(moving: Sequence[UnitSize], budget: int, resident: int, gradients: int, chunk: int) -> None:
+    minimum = resident + gradients + _minimum(moving, chunk)
+    if minimum <= budget:
+        return
+    largest = max(moving, key=lambda u: u.parameters)
+    raise CapacityError(
+        f"{largest.name!r} needs {format_bytes(largest.parameters)} of host memory for its parameters and "
+        f"{format_bytes(gradients)} for gradients to be trained, {format_bytes(minimum)} with two chunks of optimizer "
+        f"state, but memory is {format_bytes(budget)}\n"
+        f"  fix:   memory={_suggest(minimum)}"
+    )
+
+
+def _suggest(num_bytes: int) -> str:
+    """The next round size, as a user would write it."""
+    mebibytes = -(-num_bytes // 2**20)
+    return f'"{-(-mebibytes // 102) / 10:.1f}GiB"' if mebibytes >= 1024 else f'"{mebibytes}MiB"'

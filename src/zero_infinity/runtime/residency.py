@@ -1,0 +1,103 @@
+"""Carries out the policy's decisions on the block store, for one tier.
+
+The one place where *what should be in memory* meets *what is*. Every use of a block goes through `access`, on the
+thread that computes; the store then moves bytes in the order of the decisions, and `wait` blocks only for the one
+block that is needed now. Time spent there is the exposed wait that a run reports.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.schedule.policy import NoRoomError, Policy
+from zero_infinity.store.blocks import Block, BlockStore, Home
+from zero_infinity.store.engine import Priority
+from zero_infinity.units import format_bytes
+
+
+class Residency:
+    """The blocks of one tier, their policy and their store."""
+
+    def __init__(self, store: BlockStore, budget: int, lookahead: int) -> None:
+        self.store = store
+        self.policy = Policy(budget, lookahead, self._in_use)
+        self.waited_seconds = 0.0
+        self._blocks: dict[int, Block] = {}
+        self._pins: Counter[int] = Counter()
+        # Autograd runs hooks of accelerator graphs on a thread of its own.
+        self._lock = threading.RLock()
+
+    def add(self, block: Block) -> None:
+        """Make a block known. One whose home is RAM never leaves, so the policy is not asked about it."""
+        if block.home is Home.NVME:
+            self._blocks[block.key] = block
+            self.policy.add(block.key, block.held_bytes)
+
+    def access(self, block: Block) -> None:
+        """`block` is used now: bring it in, and whatever the policy wants ahead of its use. Does not wait."""
+        if block.home is Home.RAM:
+            self.store.fetch(block, Priority.DEMANDED)
+            return
+        with self._lock:
+            try:
+                decision = self.policy.access(block.key)
+            except NoRoomError as error:
+                raise self._no_room(block, error) from None
+            for key in decision.evict:
+                self.store.evict(self._blocks[key])
+            for key in decision.fetch:
+                self.store.fetch(self._blocks[key], Priority.DEMANDED if key == block.key else Priority.PREFETCH)
+
+    def wait(self, block: Block) -> None:
+        """Wait until an accessed block is in memory and no worker is going to change it."""
+        if not self.store.ready(block):
+            start = time.perf_counter()
+            self.store.wait(block)
+            self.waited_seconds += time.perf_counter() - start
+
+    def expire(self, block: Block) -> None:
+        """The content of `block` is dead (once the workers that hold it are done)."""
+        with self._lock:
+            if block.home is Home.NVME:
+                self.policy.forget(block.key)
+            self.store.expire(block)
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        """A step is over. `same_order`: the next one is expected to use blocks in the same order."""
+        with self._lock:
+            self.policy.end_cycle(same_order=same_order)
+
+    @contextmanager
+    def pinned(self, block: Block) -> Iterator[None]:
+        """Keep the policy from evicting `block` meanwhile."""
+        self.pin(block)
+        try:
+            yield
+        finally:
+            self.unpin(block)
+
+    def pin(self, block: Block) -> None:
+        self._pins[block.key] += 1
+
+    def unpin(self, block: Block) -> None:
+        self._pins[block.key] -= 1
+        if not self._pins[block.key]:
+            del self._pins[block.key]
+
+    def _in_use(self, key: int) -> bool:
+        # A tensor over the block keeps its memory whatever the policy says, so evicting it would free nothing.
+        return key in self._pins or self._blocks[key].leased
+
+    def _no_room(self, block: Block, error: NoRoomError) -> CapacityError:
+        holders = sorted((self._blocks[key] for key in error.in_use), key=lambda b: -b.num_bytes)[:8]
+        held = "".join(f"\n  held:  {format_bytes(b.held_bytes)} by {b.name!r}, in use" for b in holders)
+        return CapacityError(
+            f"{block.name!r} needs {format_bytes(error.needed)} now, but all that could leave the "
+            f"{format_bytes(error.budget)} for blocks is in use{held}\n"
+            "  fix:   drop tensors that refer to these parameters, or give more memory"
+        )

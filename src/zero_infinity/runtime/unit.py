@@ -1,0 +1,138 @@
+"""Units: the parameters of one module, laid out side by side in one block.
+
+A unit is what is fetched at once: one sequential read brings a layer's weight and bias. Each parameter starts at a
+multiple of 64 elements, which keeps vectorised kernels on slices bit-identical to kernels on the whole tensor.
+This file knows the layout; who moves the bytes, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero_infinity.store.blocks import Block
+
+# Parameters and chunks start at multiples of this many elements.
+GRAIN = 64
+
+
+@dataclass(eq=False, slots=True)
+class ManagedParameter:
+    """One parameter of the user's, and where its elements lie in its unit."""
+
+    parameter: nn.Parameter
+    name: str
+    unit: Unit
+    offset: int  # elements from the start of the unit
+    shape: torch.Size
+    stride: tuple[int, ...]
+    parked_data: torch.Tensor  # what the parameter shows while its bytes are elsewhere: NaN, with the true shape
+    plain_class: type[nn.Parameter]
+    num_exposures: int = 0
+    exposed_version: int = 0
+    group: int | None = None  # index of the optimizer's parameter group; None: not trained
+    edited: bool = False  # the user changed the value: a master copy must be refreshed from it
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_elements
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of its unit's elements, in its own shape."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` (of this parameter's shape) as one dimension in the order of the unit's elements."""
+        if tensor.stride() != self.stride:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        return tensor.as_strided((self.num_elements,), (1,))
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """Parameters that are fetched together. `block` holds their elements in `dtype`, one after the other."""
+
+    name: str
+    dtype: torch.dtype  # as stored
+    compute_dtype: torch.dtype  # as the module sees it
+    parameters: list[ManagedParameter] = field(default_factory=list)
+    num_elements: int = 0
+    block: Block | None = None
+    num_exposed: int = 0
+    num_handles: int = 0  # saved tensors that autograd still holds as handles
+    flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
+    alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def the_block(self) -> Block:
+        if self.block is None:
+            raise RuntimeError(f"unit {self.name!r} has no block yet")
+        return self.block
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride to store `tensor` with: its own when it is dense (channels_last stays so), else row-major."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def make_unit(
+    name: str, parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, compute_dtype: torch.dtype
+) -> Unit:
+    """A unit over these parameters, in order."""
+    unit = Unit(name, dtype, compute_dtype)
+    for full_name, parameter in parameters:
+        # A cell of its own for each, so that whoever writes into a parked parameter by a side door is found out.
+        cell = torch.full((), math.nan, dtype=compute_dtype, device=parameter.device)
+        unit.parameters.append(
+            ManagedParameter(
+                parameter=parameter,
+                name=full_name,
+                unit=unit,
+                offset=unit.num_elements,
+                shape=parameter.shape,
+                stride=dense_stride(parameter.detach()),
+                parked_data=cell.expand(parameter.shape),
+                plain_class=type(parameter),
+            )
+        )
+        unit.num_elements += -(-parameter.numel() // GRAIN) * GRAIN
+    return unit
+
+
+def manageable(parameter: nn.Parameter) -> bool:
+    """Floating point, dense and not empty; everything else stays where it is."""
+    return parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel() > 0
+
+
+def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tuple[str, nn.Parameter]]]]:
+    """Each module that owns parameters with its name and those (each parameter once, at its first owner)."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        own = []
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen and manageable(parameter):
+                seen.add(id(parameter))
+                own.append((f"{module_name}.{name}" if module_name else name, parameter))
+        if own:
+            yield module, module_name, own

@@ -1,0 +1,189 @@
+"""The worker that updates parameters while the model computes.
+
+A job updates one unit: for each chunk it waits for the chunk's record, calls the user's optimizer on it in place, and lets
+it go home. Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched) by
+the thread that submitted it, in the order in which the job uses them; this thread only waits, computes and lets go.
+It never touches an `nn.Parameter`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
+from zero_infinity.runtime.unit import ManagedParameter
+from zero_infinity.runtime.update_rule import Hyperparameters, UpdateRule, copy_scalars, split_state
+from zero_infinity.store.blocks import BlockStore
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One unit's update. A gradient is either here, flat and whole, or in the chunks' gradient blocks."""
+
+    record: Record
+    gradients: dict[ManagedParameter, torch.Tensor | None]
+    hyperparameters: dict[ManagedParameter, Hyperparameters]
+    rule: UpdateRule
+    factors: tuple[torch.Tensor, ...]  # what gradients are multiplied by first, one after the other (unscale, clip)
+    done: Callable[[], None]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether gradients have to be read from blocks."""
+        return any(gradient is None for gradient in self.gradients.values())
+
+
+class Updater:
+    """Runs jobs on a thread of its own. An error in a job is kept, and raised by whoever submits or waits next."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_pending = 0
+        self._error: BaseException | None = None
+        # While the model computes, a second OpenMP team would take its cores; when it waits for us they are free.
+        self._all_threads = torch.get_num_threads()
+        self._waited_for = False
+        self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        self.check()
+        with self._changed:
+            self._num_pending += 1
+        self._jobs.put(job)
+
+    def check(self) -> None:
+        """Raise what a job failed with."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds (looked at after every job) or no job is left."""
+        with self._changed:
+            self._waited_for = True
+            try:
+                self._changed.wait_for(lambda: self._error is not None or not self._num_pending or condition())
+            finally:
+                self._waited_for = False
+        self.check()
+
+    def drain(self) -> None:
+        """Wait until every job is done."""
+        self.wait_until(lambda: False)
+
+    def close(self) -> None:
+        """End the thread after the job that runs now; what waits is dropped. Idempotent."""
+        if self._error is None:
+            self._error = RuntimeError("the updater is closed")
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None:
+                try:
+                    self._run(job)
+                except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
+                    self._error = error
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
+            del job
+
+    def _run(self, job: Job) -> None:
+        record = job.record
+        block = record.unit.the_block()
+        try:
+            with torch.no_grad():
+                new_scalars = [self._update(job, chunk) for chunk in record.chunks]
+        finally:
+            self._store.unhold(block, dirty=True)
+        for scalars in new_scalars:
+            record.scalars.update(scalars)
+        record.started.update(job.gradients)
+        for parameter in job.gradients:
+            parameter.edited = False
+        job.done()
+
+    def _update(self, job: Job, chunk: Chunk) -> dict[ManagedParameter, dict[str, object]]:
+        """Update one chunk; returns the new scalars of its parameters (the old ones serve the other chunks)."""
+        torch.set_num_threads(self._all_threads if self._waited_for else 1)
+        record = job.record
+        held = [b for b in (chunk.gradient if job.in_blocks else None, chunk.record) if b is not None]
+        scalars: dict[ManagedParameter, dict[str, object]] = {}
+        try:
+            with ExitStack() as stack:
+                values = stack.enter_context(self._store.changing(record.unit.the_block())).view(record.unit.dtype)
+                states = stack.enter_context(self._store.changing(chunk.record)) if chunk.record else None
+                retained = stack.enter_context(self._store.changing(chunk.gradient)) if job.in_blocks else None
+                for segment in chunk.segments:
+                    if segment.parameter in job.gradients:
+                        gradient = _gradient_of(job, segment, chunk, retained)
+                        new = self._update_segment(job, segment, chunk, values, states, gradient)
+                        scalars[segment.parameter] = new
+        finally:
+            for block in held:
+                self._store.unhold(block, dirty=block is chunk.record)
+        return scalars
+
+    def _update_segment(
+        self,
+        job: Job,
+        segment: Segment,
+        chunk: Chunk,
+        values: torch.Tensor,
+        states: torch.Tensor | None,
+        gradient: torch.Tensor,
+    ) -> dict[str, object]:
+        record, parameter = job.record, segment.parameter
+        first = parameter.offset + segment.start
+        stored = values[first : first + segment.stop - segment.start]
+        slots = {
+            name: chunk.slot(states, name, record.dtype)[segment.offset : segment.offset + len(stored)]
+            for name in ((MASTER,) if record.has_master else ()) + record.state_names[parameter]
+            if states is not None
+        }
+        master = slots.pop(MASTER, stored)
+        if record.has_master and (parameter.edited or parameter not in record.started):
+            master.copy_(stored)
+        gradient = gradient.to(record.dtype)
+        for factor in job.factors:
+            gradient.mul_(factor)
+        known = parameter in record.started
+        result = job.rule.apply(
+            master,
+            gradient,
+            slots if known else {},
+            copy_scalars(record.scalars[parameter]) if known else {},
+            job.hyperparameters[parameter],
+        )
+        tensors, scalars = split_state(result, master.shape)
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() != slots[name].data_ptr():
+                slots[name].copy_(tensor)
+        if record.has_master:
+            stored.copy_(master)
+        return scalars
+
+
+def _gradient_of(job: Job, segment: Segment, chunk: Chunk, retained: torch.Tensor | None) -> torch.Tensor:
+    whole = job.gradients[segment.parameter]
+    if whole is not None:
+        return whole[segment.start : segment.stop]
+    if retained is None:
+        raise RuntimeError(f"no gradient of {segment.parameter.name!r} in its block")
+    flat = retained.view(job.record.dtype)
+    return flat[segment.offset : segment.offset + segment.stop - segment.start]

@@ -1,0 +1,142 @@
+"""Sizes, counts, rates and durations, as people write them and as tables show them.
+
+Owns the text form of numbers, both ways. It does not know which setting a number belongs to: `Config` adds
+the field's name to the error. Parsing is exact (fractions, never floats), so "1.5 GB" is 1,500,000,000 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from zero_infinity.errors import ConfigError
+
+_PREFIXES = "kmgtpe"
+_BINARY_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL_NAMES = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_COUNT_NAMES = ("", "K", "M", "B", "T")
+
+_BYTE_UNITS: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
+}
+_COUNT_UNITS: dict[str, int] = {name.lower(): 1000**power for power, name in enumerate(_COUNT_NAMES)}
+
+# Thousands may be grouped ("1,000.8 MiB", "4_096"), because format_bytes writes them so. ASCII only: \d alone
+# would let other scripts' digits through. Bounded, because Python refuses to convert thousands of digits.
+_QUANTITY = re.compile(r"([0-9]{1,30}(?:[,_][0-9]{3}){0,10}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([a-z]*)", re.IGNORECASE)
+
+_BYTES_ACCEPTED = 'bytes as an integer, or text such as "4096", "512MiB", "1.5 GB" or "2TiB"'
+_COUNT_ACCEPTED = 'an integer, or text such as "125000000", "350M" or "1.3B"'
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in "2GiB", "1.5 GB", "4096" or 4096; a part of a byte is rounded down.
+
+    KiB, MiB, GiB, ... are powers of 1024 and kB, MB, GB, ... powers of 1000, whatever their case. "2G" could be
+    either, so it is an error.
+    """
+    return _parse(text, _BYTE_UNITS, noun="size", accepted=_BYTES_ACCEPTED)
+
+
+def parse_count(text: str | int) -> int:
+    """Things (parameters, tokens) in "1.3B", "350M", "12K" or a plain number."""
+    return _parse(text, _COUNT_UNITS, noun="count", accepted=_COUNT_ACCEPTED)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """'512 B', '1,000.8 MiB', '4.0 GiB': one decimal, in the largest unit that the number reaches."""
+    if num_bytes < 0:
+        return "-" + format_bytes(-num_bytes)
+    if num_bytes < 1024:
+        return f"{num_bytes:,} B"
+    for power, name in enumerate(_BINARY_NAMES[1:], 1):
+        tenths = _rounded_tenths(num_bytes, 1024**power)
+        if tenths < 10 * 1024 or name == _BINARY_NAMES[-1]:
+            break
+    return f"{tenths // 10:,}.{tenths % 10} {name}"
+
+
+def format_count(count: int) -> str:
+    """'1.3B', '25M', '124.4M': without a decimal where the number is exactly that, so "25.0M" means about 25M."""
+    if count < 0:
+        return "-" + format_count(-count)
+    if count < 1000:
+        return str(count)
+    for power, name in enumerate(_COUNT_NAMES[1:], 1):
+        tenths = _rounded_tenths(count, 1000**power)
+        if tenths < 10 * 1000 or name == _COUNT_NAMES[-1]:
+            break
+    exact = count % 1000**power == 0
+    return f"{tenths // 10:,}{name}" if exact else f"{tenths // 10:,}.{tenths % 10}{name}"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """'2.1 GB/s': powers of 1000, as drives and links are sold."""
+    rate = float(bytes_per_second)
+    for name in _DECIMAL_NAMES:
+        if abs(rate) < 999.95 or name == _DECIMAL_NAMES[-1]:
+            break
+        rate /= 1000
+    return f"{rate:,.1f} {name}/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """'350 µs', '12.3 ms', '4.20 s', '2 m 05 s', '1 h 02 m', '3 d 04 h'."""
+    if seconds < 0:
+        return "-" + format_seconds(-seconds)
+    # Each limit is where rounding would show the next unit's first value.
+    if seconds < 999.5e-6:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.99995:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 59.995:
+        return f"{seconds:.2f} s"
+    if seconds == float("inf") or seconds != seconds:
+        return f"{seconds} s"
+    return _format_long(round(seconds))
+
+
+def _format_long(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    if minutes < 60:
+        return f"{minutes} m {seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} m"
+    days, hours = divmod(hours, 24)
+    return f"{days:,} d {hours:02d} h"
+
+
+def _parse(text: str | int, units: dict[str, int], *, noun: str, accepted: str) -> int:
+    """The whole number that `text` means, or a ConfigError that says what is accepted."""
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise ConfigError(f"{text!r} is not a {noun}; accepted: {accepted}")
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"{text} is negative; accepted: {accepted}")
+        return text
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a {noun}; accepted: {accepted}")
+    number, unit = match[1].replace(",", "").replace("_", ""), match[2].lower()
+    if unit not in units:
+        raise ConfigError(f"{text!r} is not a {noun}: {_unit_hint(match[1], match[2], units)}; accepted: {accepted}")
+    exact = Fraction(number) * units[unit]
+    if (units[unit] == 1 and exact.denominator != 1) or 0 < exact < 1:
+        raise ConfigError(f"{text!r} is not a whole number; accepted: {accepted}")
+    return int(exact)
+
+
+def _unit_hint(number: str, unit: str, units: dict[str, int]) -> str:
+    binary, decimal = f"{unit}iB", f"{unit}B"
+    if binary.lower() in units:
+        return f"write {number}{binary.upper().replace('I', 'i')} (1024s) or {number}{decimal.upper()} (1000s)"
+    return f"unknown unit {unit!r}"
+
+
+def _rounded_tenths(value: int, unit: int) -> int:
+    """Tenths of `unit` in `value`, half up; in integers, so that no float error shows in the last digit."""
+    return (value * 10 + unit // 2) // unit

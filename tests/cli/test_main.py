@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from zero_infinity import CapacityError, ConfigError, SwapSpaceError, TornStepError, UsageError, __version__
+from zero_infinity.cli.main import COMMANDS, EXIT_BROKEN_PIPE, main
+
+COMMAND = [sys.executable, "-m", "zero_infinity"]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A subcommand `probe` whose `action` a test may replace."""
+    module = types.ModuleType("zero_infinity.cli.probe")
+
+    def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        parser = subparsers.add_parser("probe")
+        parser.add_argument("--count", type=int, default=0)
+        parser.set_defaults(run=lambda arguments: module.action(arguments))
+
+    module.__dict__.update(add_parser=add_parser, action=lambda arguments: arguments.count)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(COMMANDS, "probe", "a command for tests")
+    return module
+
+
+def raising(error: BaseException) -> object:
+    def action(arguments: argparse.Namespace) -> int:
+        raise error
+
+    return action
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    output = capsys.readouterr().out
+    assert all(line in output for line in COMMANDS.values())
+
+
+def test_help_is_quick_and_imports_neither_torch_nor_a_command() -> None:
+    code = (
+        "import sys; from zero_infinity.cli.main import main; main(['--help']); "
+        "sys.exit(any(m == 'torch' or m == 'rich' or m.startswith('zero_infinity.store') for m in sys.modules))"
+    )
+    started = time.perf_counter()
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert time.perf_counter() - started < 2  # 0.06 s on an idle machine; this one may be shared
+
+
+def test_version() -> None:
+    result = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"zero-infinity {__version__}\n"
+
+
+def test_no_command_shows_the_help_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "commands:" in captured.err
+
+
+def test_unknown_command_suggests_the_nearest() -> None:
+    result = subprocess.run([*COMMAND, "docter", "--json"], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "ConfigError: unknown command 'docter'; did you mean 'doctor'?\n"
+
+
+def test_unknown_command_far_from_all_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["xyzzy"]) == 2
+    assert f"there are: {', '.join(COMMANDS)}" in capsys.readouterr().err
+
+
+def test_exit_code_is_the_command_s(command: types.ModuleType) -> None:
+    assert main(["probe"]) == 0
+    assert main(["probe", "--count", "7"]) == 7
+
+
+def test_wrong_argument(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--count", "x"]) == 2
+    assert "argument --count: invalid int value: 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("stage=4 is not valid"), 2),
+        (UsageError("not now"), 2),
+        (CapacityError("too large\n  fix: memory=..."), 1),
+        (TornStepError("half-way"), 1),
+    ],
+)
+def test_our_errors_are_lines_without_a_traceback(
+    error: Exception, code: int, command: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.__dict__["action"] = raising(error)
+    assert main(["probe"]) == code
+    assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
+
+
+def test_storage_error_is_its_message_alone(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command.__dict__["action"] = raising(SwapSpaceError(errno.ENOSPC, "nvme='/x': 2.0 GiB is needed", "/x"))
+    assert main(["probe"]) == 1
+    assert capsys.readouterr().err == "SwapSpaceError: nvme='/x': 2.0 GiB is needed\n"
+
+
+def test_other_errors_keep_their_traceback(command: types.ModuleType) -> None:
+    command.__dict__["action"] = raising(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["probe"])
+
+
+def test_interrupt(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command.__dict__["action"] = raising(KeyboardInterrupt())
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_reader_that_leaves_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # before the command has written anything
+    # Unbuffered, argparse would meet the closed pipe itself, and swallow it.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(
+        [*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, env=environment, text=True, check=False
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (EXIT_BROKEN_PIPE, "")
