@@ -10,6 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what a type checker sees of _HOMES
+    from zero_infinity.api import clip_grad_norm_ as clip_grad_norm_
+    from zero_infinity.api import gathered as gathered
+    from zero_infinity.api import init as init
+    from zero_infinity.api import prepare as prepare
+    from zero_infinity.api import stats as stats
     from zero_infinity.config import Config as Config
     from zero_infinity.config import ConfigWarning as ConfigWarning
     from zero_infinity.errors import CapacityError as CapacityError
@@ -22,14 +27,19 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.errors import TransferError as TransferError
     from zero_infinity.errors import UsageError as UsageError
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
+    from zero_infinity.runtime.accelerator import EmulatedAccelerator as EmulatedAccelerator
+    from zero_infinity.runtime.stats import Stats as Stats
 
 __version__ = "0.1.0"
 
 # Module -> the public names that live in it.
 _EXPORTS = {
+    "api": "clip_grad_norm_ gathered init prepare stats",
     "config": "Config ConfigWarning",
     "errors": "CapacityError ConfigError CorruptionError EngineClosedError StorageError SwapSpaceError "
     "TornStepError TransferError UsageError ZeroInfinityError",
+    "runtime.accelerator": "EmulatedAccelerator",
+    "runtime.stats": "Stats",
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

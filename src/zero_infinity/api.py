@@ -1,23 +1,118 @@
-"""What a training script calls."""
+"""What a training script calls: the only place that puts the parts together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
 from zero_infinity.config import Config
+from zero_infinity.errors import UsageError
+from zero_infinity.runtime.accelerator import Place, TorchAccelerator
+from zero_infinity.runtime.construction import Construction
 from zero_infinity.runtime.engine import TrainingEngine
+from zero_infinity.runtime.host import ParameterHost, host_of
 from zero_infinity.runtime.optimizer import StreamedOptimizer
+from zero_infinity.runtime.parked import managed
+from zero_infinity.runtime.stats import Stats
+from zero_infinity.runtime.unit import ManagedParameter
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare(
-    model: nn.Module, optimizer: Optimizer, config: Config | None = None
-) -> tuple[nn.Module, StreamedOptimizer]:
-    """Move the model's states to where `config` says and return the model with the optimizer to train it with."""
-    engine = TrainingEngine(model, optimizer, config or Config())
-    model.__dict__["_zero_infinity_engine"] = engine
+    model: Model, optimizer: Optimizer, config: Config | None = None, *, accelerator: Place | None = None
+) -> tuple[Model, StreamedOptimizer]:
+    """Move the model's states to where `config` says; return the model and the optimizer to train it with.
+
+    Works in place: `model` is the same object, its parameters are the same objects, and its code is not touched.
+    `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
+    """
+    if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _hosts(model)):
+        raise UsageError("this model is prepared already\n  fix:   call zi.prepare once, with a plain optimizer")
+    place = accelerator or _find_accelerator()
+    engine = TrainingEngine(model, optimizer, config or Config(), place)
+    if place is not None:
+        for buffer in model.buffers():
+            buffer.data = buffer.to(place.device)
     return model, StreamedOptimizer(engine, optimizer)
+
+
+@contextmanager
+def init(config: Config | None = None) -> Iterator[None]:
+    """Inside, models are built with their parameters on the tiers of `config`: they never exist whole in memory.
+
+    Values are those of a plain construction with the same seed. Give the same config to `prepare` afterwards.
+    """
+    construction = Construction(config or Config())
+    handle = register_module_parameter_registration_hook(construction)
+    try:
+        yield
+        construction.close()
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, these parameters have their values in memory; what is changed is kept.
+
+    With `update="after_backward"` their accumulated gradients are there as `.grad` between backward and step.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    elif isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    by_host: dict[ParameterHost, list[ManagedParameter]] = {}
+    for parameter in parameters:
+        known = managed(parameter)
+        if known is not None:
+            by_host.setdefault(host_of(known), []).append(known)
+    with ExitStack() as stack:
+        for host, members in by_host.items():
+            stack.enter_context(host.gathered(members))
+        yield
+
+
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for prepared models: between backward and step, with update="after_backward".
+
+    Returns the norm before clipping. `max_grad_norm` in the config does the same without a call.
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    engines = {host_of(known).training for p in listed if (known := managed(p)) is not None}
+    engine = engines.pop() if len(engines) == 1 else None
+    if engine is None:
+        raise UsageError(
+            "zi.clip_grad_norm_ takes the parameters of one prepared model\n"
+            "  fix:   use torch.nn.utils.clip_grad_norm_ for models that are not prepared, one call for each model"
+        )
+    return engine.clip_now(listed, max_norm)
+
+
+def stats(model: nn.Module) -> Stats:
+    """What the engine of a prepared model holds and has done so far."""
+    return engine_of(model).stats()
+
+
+def engine_of(model: nn.Module) -> TrainingEngine:
+    """The engine of a prepared model."""
+    for host in _hosts(model):
+        if isinstance(host.training, TrainingEngine):
+            return host.training
+    raise UsageError("this model is not prepared\n  fix:   zi.prepare(model, optimizer, config)")
+
+
+def _hosts(model: nn.Module) -> list[ParameterHost]:
+    known = (managed(parameter) for parameter in model.parameters())
+    return list(dict.fromkeys(host_of(m) for m in known if m is not None))
+
+
+def _find_accelerator() -> Place | None:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return TorchAccelerator(device) if device is not None else None

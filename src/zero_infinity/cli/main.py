@@ -23,6 +23,7 @@ from zero_infinity.errors import ConfigError, StorageError, TornStepError, Usage
 COMMANDS = {
     "bench": "measure what this machine's drives can do",
     "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
+    "train": "train a model whose states are larger than memory",
 }
 
 EXIT_FAILED = 1
@@ -34,6 +35,7 @@ EPILOG = """\
 examples:
   zero-infinity doctor /mnt/nvme      is this machine, and that drive, fit for training?
   zero-infinity bench io --help       how fast is the drive?
+  zero-infinity train --memory 64MiB  a model of 25M parameters (294 MiB of states), on the text at hand
 """
 
 

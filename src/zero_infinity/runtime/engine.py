@@ -1,15 +1,14 @@
 """One prepared model: the parts put together, and what can be asked of the whole.
 
-The engine owns the store, the policy's executor, the worker and the hooks of one model. Several live side by side in one
-process; there are no globals. It ends with the model: when that is collected, or the process ends, threads, memory and
-swap files go.
+The engine adds training to a host of parameters: records of optimizer state, the flow of gradients, the worker and the
+hooks. Several engines live side by side in one process; there are no globals. An engine ends with its model: when that
+is collected, or the process ends, threads, memory and swap files go.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,74 +18,227 @@ from torch.optim import Optimizer
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime import hooks, parked
-from zero_infinity.runtime.exposure import Exposure
+from zero_infinity.runtime.accelerator import CpuPlace, Place
 from zero_infinity.runtime.gradients import Gradients
+from zero_infinity.runtime.host import ParameterHost, host_of
+from zero_infinity.runtime.keeper import RecordKeeper
+from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
-from zero_infinity.runtime.record import MASTER, Chunk, Record, cut
-from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.precision import precision_of
+from zero_infinity.runtime.record import Record, make_chunks, make_record
+from zero_infinity.runtime.sources import ComputeCache
+from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit
-from zero_infinity.runtime.update_rule import probe_state_names
 from zero_infinity.runtime.updater import Updater
-from zero_infinity.store.blocks import BlockStore, Home
-from zero_infinity.store.buffers import BufferPool
 from zero_infinity.store.extents import round_up
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import QueuedEngine
+
+Owners = dict[nn.Module, list[ManagedParameter]]
+
+# Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
+_COPY_SHARE = 1 / 8
+# Copies are made ahead as far as this part of their room reaches.
+_LOOKAHEAD_SHARE = 1 / 3
 
 
 class TrainingEngine:
     """Trains one model with one optimizer within a byte budget."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, accelerator: Place | None) -> None:
         self.config = config
         self.user_optimizer = optimizer
         self.grad_norm: torch.Tensor | None = None
+        self._accelerator = accelerator
+        self._clip_factors: tuple[torch.Tensor, ...] = ()
+        self._num_steps = 0
         self._model_parameters = list(model.parameters())
-        owners = _make_units(model, config)
-        self.units = list(dict.fromkeys(p.unit for parameters in owners.values() for p in parameters))
+        self._device = accelerator.device if accelerator is not None else torch.device("cpu")
+
+        # First what can fail for a user's mistake, before anything moves.
+        owners, replaced = self._make_units(model)
+        self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
         self._managed = {p.parameter: p for unit in self.units for p in unit.parameters}
         _assign_groups(optimizer, self._managed)
-        self.records = {
-            unit: record for unit in self.units if (record := _make_record(unit, optimizer, config)) is not None
-        }
-        sizes = [_size(unit, self.records.get(unit)) for unit in self.units]
-        self.placement = place(sizes, config.memory_budget(), nvme=bool(config.nvme))
-        self.store = _make_store(config, self.placement)
-        self.residency = Residency(self.store, self.placement.cache, self.placement.lookahead)
-        self._make_blocks(self.placement)
-        self.store.pool.charge(self.placement.set_aside)
+        self.records = self._make_records()
+        self._sizes = [_size(unit, self.records.get(unit)) for unit in self.units]
+        copies = 0 if accelerator is not None else _copy_budget(self.units, config.memory_budget())
+        self.placement = place(self._sizes, config.memory_budget() - copies, nvme=bool(config.nvme))
+
+        hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
+        self.host = hosts.pop() if hosts else ParameterHost(config)
+        self.store = self.host.store
+        self.residency = self.host.residency
+        self._divide(self.placement, copies)
+        self._cache = self._make_cache(copies)
+        new_units = [unit for unit in self.units if unit.block is None]
+        for unit in new_units:
+            self.host.add(unit, self.placement.homes[unit.name])
+        self._make_chunks()
+        self.keeper = RecordKeeper(self.residency, self.records)
         self._updater = Updater(self.store)
-        self.gradients = Gradients(
+        self.host.closers.append(self._updater.close)
+        self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
+        self.gradients = self._make_gradients()
+        for unit in new_units:
+            self._move_in(unit)
+        for unit in replaced:
+            self.host.drop(unit)
+        self._take_states()
+        self._watch(model, owners)
+
+    # ------------------------------------------------------------------ setting up
+
+    def _make_units(self, model: nn.Module) -> tuple[Owners, list[Unit]]:
+        """The parameters of each module that owns some; and units of `zi.init` that are stored in another dtype now."""
+        owners: Owners = {}
+        replaced: dict[Unit, None] = {}
+        for module, name, parameters in find_parameters(model):
+            fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+            for full_name, parameter in parameters:
+                known = parked.managed(parameter)
+                dtypes = precision_of(parameter.dtype, self.config, self._device)
+                if known is not None and (known.unit.dtype, known.unit.compute_dtype) == (
+                    dtypes.stored,
+                    dtypes.computed,
+                ):
+                    known.name = full_name
+                    owners.setdefault(module, []).append(known)
+                    continue
+                if known is not None:
+                    replaced.setdefault(known.unit)
+                fresh.setdefault(parameter.dtype, []).append((full_name, parameter))
+            for own, members in fresh.items():
+                dtypes = precision_of(own, self.config, self._device)
+                unit_name = (name or type(model).__name__) + (f" ({own})" if len(fresh) > 1 else "")
+                unit = make_unit(
+                    unit_name, members, dtype=dtypes.stored, compute_dtype=dtypes.computed, device=self._device
+                )
+                owners.setdefault(module, []).extend(unit.parameters)
+        return owners, list(replaced)
+
+    def _make_records(self) -> dict[Unit, Record]:
+        records = {}
+        for unit in self.units:
+            optimized = precision_of(unit.dtype, self.config, self._device).optimized
+            record = make_record(unit, self.user_optimizer, optimized)
+            if record is not None:
+                records[unit] = record
+        return records
+
+    def _divide(self, placement: Placement, copies: int) -> None:
+        """Set apart what is not for the cache, and reserve room on NVMe."""
+        self.residency.limit(placement.cache, placement.lookahead)
+        self.store.pool.charge(placement.set_aside + copies)
+        self.store.reserve(placement.swap)
+
+    def _make_cache(self, copies: int) -> ComputeCache | None:
+        if self._accelerator is None and not copies:
+            return None
+        where: Place = self._accelerator or CpuPlace(copies)
+        budget = copies or self.config.device_memory or where.budget
+        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE))
+        self.host.closers.append(cache.close)
+        return cache
+
+    def _make_chunks(self) -> None:
+        for unit, record in self.records.items():
+            for block in make_chunks(record, self.placement.chunk_bytes, unit.the_block().home, self.store):
+                self.residency.add(block)
+
+    def _make_gradients(self) -> Gradients:
+        clips = self.config.max_grad_norm is not None
+        return Gradients(
             self.residency,
             self._updater,
-            optimizer,
+            self.user_optimizer,
             self.records,
             reserve=self.placement.set_aside,
-            num_backwards=config.gradient_accumulation_steps,
-            early=config.update == "auto" and config.max_grad_norm is None,
-            norms=config.max_grad_norm is not None,
+            num_backwards=self.config.gradient_accumulation_steps,
+            early=self.config.update == "auto" and not clips and self.loss_scale is None,
+            norms=clips or self.loss_scale is not None,
+            download=self._accelerator.download if self._accelerator is not None else None,
         )
-        self.exposure = Exposure(self.residency, self.gradients.on_read)
+
+    def _move_in(self, unit: Unit) -> None:
+        record = self.records.get(unit)
+        if record is not None:
+            for managed in record.state_names:
+                self.keeper.write_master(managed, managed.parameter.detach())
+        self.host.move_in(unit)
+
+    def _take_states(self) -> None:
+        """Move states that the user's optimizer has (it was used before) into records."""
+        for parameter, managed in self._managed.items():
+            if managed.group is not None and parameter in self.user_optimizer.state:
+                self.keeper.write_state(managed, self.user_optimizer.state.pop(parameter))
+
+    def _watch(self, model: nn.Module, owners: Owners) -> None:
+        """From here on, see every read, change and gradient."""
         for unit in self.units:
-            self._move_in(unit)
-        self._take_states(optimizer)
-        self._hook_gradients()
-        hooks.attach(model, self.exposure, owners)
-        self._finalizer = weakref.finalize(model, _close, self._updater, self.store)
+            if self._cache is not None and (self._accelerator is not None or unit.compute_dtype != unit.dtype):
+                self._cache.add(unit)
+                unit.source = self._cache
+        self.host.training = self
+        self.host.exposure.on_read = self.gradients.on_read
+        self.host.exposure.on_edit = self._edited
+        for managed in self._managed.values():
+            if managed.group is not None:
+                managed.parameter.register_post_accumulate_grad_hook(GradientHook(self.gradients, managed))
+        hooks.attach(model, self.host.exposure, owners)
+        computed = {u.compute_dtype for u in self.units}
+        if len(computed) == 1 and (self.config.param_dtype or self.config.compute_dtype):
+            model.register_forward_pre_hook(CastInputs(computed.pop()), prepend=True, with_kwargs=True)
+        if self.loss_scale is not None:
+            model.register_forward_hook(ScaleOutputs(self.loss_scale))
+
+    def _edited(self, managed: ManagedParameter, flat: torch.Tensor) -> None:
+        if managed.unit in self.records and managed.group is not None:
+            self.keeper.write_master(managed, managed.of(flat))
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> None:
+        """Update with what is left of the gradients."""
         self._take_hand_made_gradients()
         factors: tuple[torch.Tensor, ...] = ()
+        if self.loss_scale is not None:
+            overflowed = not all(torch.isfinite(norm).item() for norm in self.gradients.norms.values())
+            unscale = torch.tensor(1.0 / self.loss_scale.scale)
+            self.loss_scale.judge(overflowed=overflowed)
+            if overflowed:
+                self.gradients.skip()
+                return
+            factors += (unscale,)
+            for managed, norm in self.gradients.norms.items():
+                self.gradients.norms[managed] = norm * unscale
+        factors += self._clip_factors
+        self._clip_factors = ()
         if self.config.max_grad_norm is not None:
-            factors = self.clip(self._model_parameters, self.config.max_grad_norm)
+            factors += self._clip_factor(self._model_parameters, self.config.max_grad_norm)
         self.gradients.step(factors)
+        for source in {unit.the_source() for unit in self.units}:
+            source.end_cycle(same_order=self.gradients.same_order)
+        self._num_steps += 1
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, ...]:
+    def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip the retained gradients at the coming step; returns their norm."""
+        if self.gradients.cycle.updated:
+            raise UsageError(
+                "zi.clip_grad_norm_ comes too late: parameters were updated while backward ran\n"
+                '  fix:   update="after_backward" or max_grad_norm=... in zi.Config'
+            )
+        listed = list(parameters)
+        for parameter in listed:
+            managed = parked.managed(parameter)
+            gradient = self.gradients.gather(managed) if managed is not None else None
+            if managed is not None and gradient is not None:
+                self.gradients.norms[managed] = torch.linalg.vector_norm(gradient)
+        self._clip_factors += self._clip_factor(listed, max_norm)
+        return self.grad_norm if self.grad_norm is not None else torch.tensor(0.0)
+
+    def _clip_factor(self, parameters: Iterable[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, ...]:
         """The factor that `torch.nn.utils.clip_grad_norm_` would multiply gradients by; sets `grad_norm`."""
         norms = self.gradients.norms
-        found = [norms[m] for p in parameters if (m := self._managed.get(p)) is not None and m in norms]  # type: ignore[call-overload]
+        found = [norms[m] for p in parameters if (m := parked.managed(p)) is not None and m in norms]
         if not found:
             self.grad_norm = torch.tensor(0.0)
             return ()
@@ -94,10 +246,12 @@ class TrainingEngine:
         return (torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0),)
 
     def discard_gradients(self) -> None:
+        """Forget gradients that no update was submitted for."""
         self.gradients.discard()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
+        """Backwards in here only accumulate."""
         before = self.gradients.synchronised
         self.gradients.synchronised = False
         try:
@@ -112,29 +266,25 @@ class TrainingEngine:
             for managed, _ in found:
                 managed.parameter.grad = None
         for managed, gradient in found:
-            self.gradients.take(managed, gradient)
-
-    def _hook_gradients(self) -> None:
-        for managed in self._managed.values():
-            if managed.group is not None and managed.parameter.requires_grad:
-                managed.parameter.register_post_accumulate_grad_hook(_GradientHook(self.gradients, managed))
+            if gradient is not None:
+                self.gradients.take(managed, gradient)
 
     # ------------------------------------------------------------------ values and states
 
     @contextmanager
-    def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-        """Show values (and retained gradients) in full; changes are kept."""
-        with ExitStack() as stack:
-            stack.enter_context(self.exposure.exposed(parameters))
-            for managed in parameters:
-                managed.parameter.grad = self.gradients.gather(managed)
-            try:
-                yield
-            finally:
-                for managed in parameters:
-                    managed.parameter.grad = None
-                    # Changes through .data or numpy leave no trace: take it that there were some.
-                    self.exposure.mark_edited(managed)
+    def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+        """Inside, retained gradients are on the (exposed) parameters; what is changed is kept."""
+        shown = [m for m in parameters if m.group is not None]
+        for managed in shown:
+            managed.parameter.grad = self.gradients.gather(managed)
+        try:
+            yield
+        finally:
+            for managed in shown:
+                gradient = managed.parameter.grad
+                managed.parameter.grad = None
+                if gradient is not None:
+                    self.gradients.replace(managed, gradient)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be, in memory."""
@@ -144,102 +294,40 @@ class TrainingEngine:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
             for group in self.user_optimizer.param_groups
         ]
-        state = {}
-        for parameter, number in numbers.items():
-            managed = self._managed.get(parameter)
-            if managed is not None and managed in self.records[managed.unit].started:
-                state[number] = self._read_state(managed)
-            elif parameter in self.user_optimizer.state:
-                state[number] = self.user_optimizer.state[parameter]
-        return {"state": state, "param_groups": groups}
+        states = {number: self.keeper.read_state(self._managed[p]) for p, number in numbers.items()}
+        return {"state": {n: state for n, state in states.items() if state is not None}, "param_groups": groups}
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take in the states of a plain optimizer's `state_dict()`."""
         self._updater.drain()
         self.user_optimizer.load_state_dict(state_dict)
-        for record in self.records.values():
-            record.started.clear()
-            record.scalars.clear()
-        self._take_states(self.user_optimizer)
+        self.keeper.forget_states()
+        self._take_states()
 
-    def _take_states(self, optimizer: Optimizer) -> None:
-        """Move states that the user's optimizer has (it was used before) into records."""
-        for parameter, managed in self._managed.items():
-            if managed.group is not None and parameter in optimizer.state:
-                self._write_state(managed, optimizer.state.pop(parameter))
-
-    def _read_state(self, managed: ManagedParameter) -> dict[str, Any]:
-        record = self.records[managed.unit]
-        state: dict[str, Any] = dict(record.scalars[managed])
-        for name in record.state_names[managed]:
-            flat = torch.empty(managed.num_elements, dtype=record.dtype)
-            for chunk, begin, segment in self._segments(managed):
-                with self._record_memory(chunk) as memory:
-                    part = chunk.slot(memory, name, record.dtype)[begin : begin + segment.stop - segment.start]
-                    flat[segment.start : segment.stop] = part
-            state[name] = flat.as_strided(managed.shape, managed.stride)
-        return state
-
-    def _write_state(self, managed: ManagedParameter, state: dict[str, Any]) -> None:
-        record = self.records[managed.unit]
-        missing = [name for name in record.state_names[managed] if name not in state]
-        if missing:
-            raise UsageError(f"the optimizer's state of {managed.name!r} lacks {missing}: it is another optimizer's")
-        for chunk, begin, segment in self._segments(managed):
-            if chunk.record is None:
-                continue
-            with self._record_memory(chunk) as memory:
-                for name in record.state_names[managed]:
-                    flat = managed.flattened(state[name])
-                    slot = chunk.slot(memory, name, record.dtype)
-                    slot[begin : begin + segment.stop - segment.start] = flat[segment.start : segment.stop]
-                self.store.mark_dirty(chunk.record)
-        record.scalars[managed] = {k: v for k, v in state.items() if k not in record.state_names[managed]}
-        managed.edited = True  # a master copy is made from the value at the next update
-        record.started.add(managed)
-
-    def _segments(self, managed: ManagedParameter) -> Iterator[tuple[Chunk, int, Any]]:
-        for chunk in self.records[managed.unit].chunks:
-            for segment in chunk.segments:
-                if segment.parameter is managed:
-                    yield chunk, segment.offset, segment
-
-    @contextmanager
-    def _record_memory(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        if chunk.record is None:
-            raise UsageError("this optimizer keeps no state per element")
-        self.residency.access(chunk.record)
-        self.residency.wait(chunk.record)
-        with self.store.changing(chunk.record) as memory:
-            yield memory
-
-    # ------------------------------------------------------------------ setting up
-
-    def _make_blocks(self, placement: Placement) -> None:
-        self.store.reserve(placement.swap)
-        for unit in self.units:
-            home = placement.homes[unit.name]
-            unit.block = self.store.create(unit.name, unit.num_bytes, home)
-            self.residency.add(unit.block)
-            record = self.records.get(unit)
-            if record is not None:
-                _make_chunks(record, placement.chunk_bytes, home, self.store, self.residency)
-
-    def _move_in(self, unit: Unit) -> None:
-        """Copy the values of a unit's parameters into its block and park them."""
-        block = unit.the_block()
-        self.residency.access(block)
-        self.residency.wait(block)
-        with self.store.changing(block) as memory:
-            flat = memory.view(unit.dtype)
-            for managed in unit.parameters:
-                managed.of(flat).copy_(managed.parameter.detach())
-        self.store.mark_dirty(block)
-        for managed in unit.parameters:
-            parked.adopt(managed, self.exposure)
-            parked.park(managed)
+    def stats(self) -> Stats:
+        """What is held and what was done so far."""
+        counters = self.store.engine.counters() if self.store.engine is not None else None
+        self.store.pool.collect()
+        return Stats(
+            num_steps=self._num_steps,
+            num_parameters=sum(p.num_elements for p in self._managed.values()),
+            state_bytes=sum(size.parameters + size.record for size in self._sizes),
+            memory_budget=self.store.pool.budget,
+            memory_held=self.store.pool.held_bytes,
+            memory_peak=self.store.pool.peak_bytes,
+            swap_bytes=self.placement.swap,
+            bytes_read=counters.bytes_read if counters else 0,
+            bytes_written=counters.bytes_written if counters else 0,
+            read_requests=counters.read_requests if counters else 0,
+            write_requests=counters.write_requests if counters else 0,
+            waited_seconds=self.residency.waited_seconds,
+            io_busy_seconds=counters.busy_seconds if counters else 0.0,
+            num_deviations=self.residency.policy.num_deviations,
+            pending_updates=self._updater.num_pending,
+        )
 
 
-class _GradientHook:
+class GradientHook(hooks.Hook):
     """Called by autograd when a parameter's gradient is there."""
 
     def __init__(self, gradients: Gradients, managed: ManagedParameter) -> None:
@@ -248,36 +336,6 @@ class _GradientHook:
 
     def __call__(self, _: torch.Tensor) -> None:
         self._gradients.on_gradient(self._managed)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return lambda *_: None
-
-
-def _close(updater: Updater, store: BlockStore) -> None:
-    updater.close()
-    store.close()
-
-
-def _make_store(config: Config, placement: Placement) -> BlockStore:
-    pool = BufferPool(config.memory_budget())
-    engine = QueuedEngine(FileDevice(config.nvme)) if config.nvme else None
-    return BlockStore(pool, engine, verify=config.verify)
-
-
-def _make_units(model: nn.Module, config: Config) -> dict[nn.Module, list[ManagedParameter]]:
-    """The units of a model, as the parameters of each module that owns some."""
-    owners: dict[nn.Module, list[ManagedParameter]] = {}
-    for module, name, parameters in find_parameters(model):
-        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for full_name, parameter in parameters:
-            by_dtype.setdefault(parameter.dtype, []).append((full_name, parameter))
-        for dtype, members in by_dtype.items():
-            unit_name = name or type(model).__name__
-            if len(by_dtype) > 1:
-                unit_name += f" ({dtype})"
-            unit = make_unit(unit_name, members, dtype, dtype)
-            owners.setdefault(module, []).extend(unit.parameters)
-    return owners
 
 
 def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:
@@ -292,43 +350,15 @@ def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedPara
             managed[parameter].group = number
 
 
-def _make_record(unit: Unit, optimizer: Optimizer, config: Config) -> Record | None:
-    trained = [p for p in unit.parameters if p.group is not None]
-    if not trained:
-        return None
-    dtype = torch.float32 if unit.dtype.itemsize < 4 else unit.dtype
-    names = {
-        number: probe_state_names(optimizer, optimizer.param_groups[number], dtype)
-        for number in {p.group for p in trained if p.group is not None}
-    }
-    state_names = {p: names[p.group] for p in trained if p.group is not None}
-    return Record(unit, dtype, has_master=dtype != unit.dtype, state_names=state_names)
-
-
-def _slots(record: Record) -> tuple[str, ...]:
-    names = dict.fromkeys(name for names in record.state_names.values() for name in names)
-    return ((MASTER,) if record.has_master else ()) + tuple(names)
-
-
 def _size(unit: Unit, record: Record | None) -> UnitSize:
+    home = unit.block.home if unit.block is not None else None
     if record is None:
-        return UnitSize(unit.name, round_up(unit.num_bytes), 0, 0, 0)
-    trained = sum(p.num_elements for p in record.state_names)
-    per_element = len(_slots(record)) * record.dtype.itemsize
-    gradients = trained * record.dtype.itemsize
-    return UnitSize(unit.name, round_up(unit.num_bytes), trained * per_element, gradients, per_element)
+        return UnitSize(unit.name, round_up(unit.num_bytes), 0, 0, home)
+    each = record.num_elements * record.dtype.itemsize
+    return UnitSize(unit.name, round_up(unit.num_bytes), each * len(record.slots), each, home)
 
 
-def _make_chunks(record: Record, chunk_bytes: int, home: Home, store: BlockStore, residency: Residency) -> None:
-    slots = _slots(record)
-    per_element = max(1, len(slots)) * record.dtype.itemsize
-    trained = list(record.state_names)
-    for number, (start, stop, segments) in enumerate(cut(trained, chunk_bytes // per_element)):
-        name = f"{record.unit.name}[{number}]"
-        size = (stop - start) * record.dtype.itemsize
-        kept = store.create(f"{name} optimizer record", size * len(slots), home) if slots else None
-        gradient = store.create(f"{name} gradient", size, home)
-        for block in (kept, gradient):
-            if block is not None:
-                residency.add(block)
-        record.chunks.append(Chunk(start, stop, segments, slots, kept, gradient))
+def _copy_budget(units: Sequence[Unit], memory: int) -> int:
+    """Room for copies in another dtype than is stored."""
+    sizes = [round_up(u.num_elements * u.compute_dtype.itemsize) for u in units if u.compute_dtype != u.dtype]
+    return max(2 * max(sizes), min(sum(sizes), round_up(int(memory * _COPY_SHARE)))) if sizes else 0

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime import parked
-from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 
 
@@ -56,27 +55,26 @@ class _Delegated:
 class Exposure:
     """Exposes and parks the parameters of one engine."""
 
-    def __init__(self, residency: Residency, on_read: Callable[[Unit], None]) -> None:
-        self._residency = residency
-        self._on_read = on_read
+    def __init__(self) -> None:
+        # Set when training is prepared: told of every read, and of every value that the user changed.
+        self.on_read: Callable[[Unit], None] = _ignore
+        self.on_edit: Callable[[ManagedParameter, torch.Tensor], None] = _ignore
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
         self._num_exposed = 0
         self._thread = 0
+        self.num_copying = 0  # state_dicts being made
 
     # ------------------------------------------------------------------ units
 
     def acquire(self, unit: Unit) -> torch.Tensor:
         """The unit's elements in memory; they stay there while the tensor or a view of it lives."""
-        self._on_read(unit)
+        self.on_read(unit)
         flat = unit.alive() if unit.alive is not None else None
-        block = unit.the_block()
-        if flat is not None and self._residency.store.ready(block):
+        if flat is not None and unit.the_source().current(unit):
             return flat
         # The user may be inside inference_mode, a FakeTensorMode or a torch.func transform; what we make is ordinary.
         with _ordinary_tensors():
-            self._residency.access(block)
-            self._residency.wait(block)
-            flat = self._residency.store.lease(block)[: unit.num_bytes].view(unit.dtype)
+            flat = unit.the_source().acquire(unit)
         unit.alive = weakref.ref(flat)
         storage = flat.untyped_storage()
         self._storages[storage._cdata] = (weakref.ref(storage), unit)
@@ -110,14 +108,21 @@ class Exposure:
             unit.num_exposed -= 1
             if not unit.num_exposed:
                 unit.flat = None
-                self._residency.unpin(unit.the_block())
+                unit.the_source().unpin(unit)
 
-    def call_exposed(self, parameters: Sequence[ManagedParameter], call: Callable[[], Any]) -> Any:
+    def call_exposed(
+        self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]
+    ) -> Any:
         """The safety net: one torch function with these parameters exposed."""
         self.expose(parameters)
         pushed = self.push_hooks()
         try:
-            return call()
+            result = call()
+            if func is parked.GET_DATA:
+                # The tensor keeps the unit in memory, so what is written through it is found there later.
+                parameters[0].unit.the_source().may_change(parameters[0].unit)
+                parameters[0].edited = True
+            return result.clone() if self.num_copying and func is torch.Tensor.detach else result
         finally:
             if pushed:
                 _autograd._pop_saved_tensors_default_hooks()
@@ -134,10 +139,8 @@ class Exposure:
     def _expose_one(self, parameter: ManagedParameter) -> None:
         unit = parameter.unit
         if unit.flat is None:
-            block = unit.the_block()
-            flat = self.acquire(unit)
-            self._residency.pin(block)
-            unit.flat = flat
+            unit.flat = self.acquire(unit)
+            unit.the_source().pin(unit)
         unit.num_exposed += 1
         self._num_exposed += 1
         parameter.num_exposures += 1
@@ -165,18 +168,20 @@ class Exposure:
             parameter.of(unit.flat).copy_(data)
         elif parameter.parameter._version == parameter.exposed_version:
             return
-        self.mark_edited(parameter)
+        self.keep(parameter)
 
-    def mark_edited(self, parameter: ManagedParameter) -> None:
-        """The exposed value is newer than what is stored."""
-        parameter.edited = True
-        self._residency.store.mark_dirty(parameter.unit.the_block())
+    def keep(self, parameter: ManagedParameter) -> None:
+        """The exposed value is newer than what is stored: store it."""
+        unit = parameter.unit
+        if unit.flat is not None:
+            unit.the_source().keep(parameter, unit.flat)
+            self.on_edit(parameter, unit.flat)
 
     # ------------------------------------------------------------------ saved tensors
 
     def push_hooks(self) -> bool:
         """Put our saved-tensor hooks on top, unless they are there or hooks are forbidden (torch.func)."""
-        if not _autograd._saved_tensors_hooks_is_enabled():
+        if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return False
         outer = _autograd._top_saved_tensors_default_hooks(True)
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
@@ -234,6 +239,10 @@ class _ComposedHooks:
             return self.exposure.restore(packed)
         restored: torch.Tensor = packed.unpack(packed.packed)
         return restored
+
+
+def _ignore(*_: Any) -> None:
+    return None
 
 
 @contextmanager

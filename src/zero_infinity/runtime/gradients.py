@@ -1,18 +1,18 @@
 """From a gradient to an update: what happens between autograd's hook and the worker.
 
 A gradient that completes its unit while backward goes on is handed to the worker at once, when the last cycle
-says that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of its
-chunks, which the policy may push out to NVMe, until `step()`. Either way `p.grad` is None after backward.
+says that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
+its chunks, which the policy may push out to NVMe, until `step()`. Either way `p.grad` is None after backward.
 
-Gradients that wait for the worker were allocated by autograd, outside of the pool. Room for them is set aside: when it is
-used up, the hook waits for the worker.
+Gradients that wait for the worker were allocated by autograd, outside of the pool. Room for them is set aside: when it
+is used up, the hook waits for the worker.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim import Optimizer
@@ -45,6 +45,7 @@ class Gradients:
         num_backwards: int,
         early: bool,
         norms: bool,
+        download: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
         self._residency = residency
         self._updater = updater
@@ -56,10 +57,11 @@ class Gradients:
         self._num_backwards = num_backwards  # gradient accumulation: this many make a step
         self._early = early
         self._norms = norms
+        self._download = download
         self._last = Cycle()
         self.cycle = Cycle()
         self._early_units: frozenset[Unit] = frozenset()
-        self._num_cycles = 0
+        self.same_order = False  # whether the next cycle is expected to go as the last one
         self.synchronised = True  # False inside no_sync()
         self._graph_task = -1
         self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
@@ -102,7 +104,8 @@ class Gradients:
             self.torn = f"{parameter.name!r} got another gradient after its update was under way"
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
-        flat = parameter.flattened(gradient.detach()).to(self._records[unit].dtype)
+        gradient = gradient.detach() if self._download is None else self._download(gradient.detach())
+        flat = parameter.flattened(gradient).to(self._records[unit].dtype)
         if self._may_update_early(unit):
             self._make_room(flat.nbytes)
             self._waiting.setdefault(unit, {})[parameter] = self._with_retained(parameter, flat)
@@ -212,6 +215,11 @@ class Gradients:
                 flat[segment.start : segment.stop] = _part(memory, segment, flat.dtype)
         return flat.as_strided(parameter.shape, parameter.stride)
 
+    def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        """Put another gradient in the place of the retained one."""
+        self._retained.discard(parameter)
+        self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
+
     def discard(self) -> None:
         """Forget all gradients that no update has been submitted for."""
         if self.cycle.updated:
@@ -251,6 +259,11 @@ class Gradients:
         self.norms.clear()
         self._end_cycle()
 
+    def skip(self) -> None:
+        """End the cycle without an update."""
+        self.discard()
+        self._end_cycle()
+
     def _in_next_order(self) -> list[Unit]:
         """Units with gradients, first those that the next forward will read first."""
         with_gradients = dict.fromkeys(self._waiting) | dict.fromkeys(p.unit for p in self._retained)
@@ -273,6 +286,7 @@ class Gradients:
             lambda: self._release(num_bytes),
         )
         store, block = self._residency.store, unit.the_block()
+        unit.the_source().updated(unit)
         self._residency.access(block)
         store.hold(block)
         with self._residency.pinned(block):
@@ -288,7 +302,6 @@ class Gradients:
         self._updater.submit(job)
 
     def _end_cycle(self) -> None:
-        self._num_cycles += 1
         early = frozenset(
             unit
             for unit in self._records
@@ -296,7 +309,8 @@ class Gradients:
             and self.cycle.allows_early_update(unit, self._num_backwards)
             and unit in self.cycle.last_firing
         )
-        self._residency.end_cycle(same_order=early == self._early_units)
+        self.same_order = early == self._early_units
+        self._residency.end_cycle(same_order=self.same_order)
         self._early_units = early
         self._last, self.cycle = self.cycle, Cycle()
 

@@ -1,49 +1,86 @@
 """Module hooks: the ordinary path by which a model's parameters are exposed and parked.
 
-A module that owns parameters and has no child that does (nn.Linear, nn.LSTM, a norm) exposes all of them for its forward.
-The parameters of any other module (a root with a position table) are left to the safety net, one operation at a time:
-exposing them for a forward that contains the whole model would pin them for all of it.
+A module that owns parameters and has no child that does (nn.Linear, nn.LSTM, a norm) exposes all of them for its
+forward. The parameters of any other module (a root with a position table) are left to the safety net, one operation at
+a time: exposing them for a forward that contains the whole model would pin them for all of it.
 
-Hooks are objects that refuse to be copied or pickled along: a deep copy of a prepared model is a plain model.
+A hook is an object that a copy of the module does not take along: a deep copy of a prepared model is a plain model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch._C import _autograd
-from torch.utils.hooks import RemovableHandle
 
+from zero_infinity.errors import UsageError
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.unit import ManagedParameter
 
 
 class _Inert:
-    """What a copied model has in the place of a hook."""
+    """What a copied module has in the place of a hook."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: Any, **__: Any) -> None:
         return None
 
 
-class ModuleHooks:
-    """The pair of hooks of one module."""
+class Hook:
+    """A hook that stays behind when its module is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return _Inert()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+
+class BeforeForward(Hook):
+    """Exposes what the module owns and puts the saved-tensor hooks on top."""
 
     def __init__(self, exposure: Exposure, stack: ForwardStack, parameters: list[ManagedParameter]) -> None:
         self._exposure = exposure
         self._stack = stack
         self._parameters = parameters
 
-    def before(self, module: nn.Module, _: Any) -> None:
+    def __call__(self, module: nn.Module, _: Any) -> None:
         self._stack.enter(module)
         self._exposure.expose(self._parameters)
         self._stack.entered(self._parameters, hooks_pushed=self._exposure.push_hooks())
 
-    def after(self, module: nn.Module, _: Any, __: Any) -> None:
+
+class AfterForward(Hook):
+    """Takes back what `BeforeForward` did."""
+
+    def __init__(self, stack: ForwardStack) -> None:
+        self._stack = stack
+
+    def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
         self._stack.leave(module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
+
+class CopyStates(Hook):
+    """While a state_dict is made, `detach` gives copies: views of every parameter would pin the whole model."""
+
+    def __init__(self, exposure: Exposure, change: int) -> None:
+        self._exposure = exposure
+        self._change = change
+
+    def __call__(self, *_: Any) -> None:
+        self._exposure.num_copying += self._change
+
+
+class RefuseAssignment(Hook):
+    """`load_state_dict(assign=True)` would put parameters in place that nobody manages."""
+
+    def __call__(self, _: nn.Module, __: Any, prefix: str, metadata: Mapping[str, Any], *___: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                f"load_state_dict(assign=True) would replace the managed parameters of {prefix or 'the model'!r}\n"
+                "  fix:   load_state_dict(...) without assign, which copies into them"
+            )
 
 
 class _Entry:
@@ -60,8 +97,8 @@ class _Entry:
 class ForwardStack:
     """The forwards that are under way, so that whatever interrupts them leaves nothing exposed.
 
-    An exception in forward still runs our after-hooks; a KeyboardInterrupt does not. What it leaves behind is cleaned up
-    when the outermost module is called again.
+    An exception in forward still runs our after-hooks; a KeyboardInterrupt does not. What it leaves behind is cleaned
+    up when the outermost module is called again.
     """
 
     def __init__(self, exposure: Exposure) -> None:
@@ -94,18 +131,16 @@ class ForwardStack:
         self._exposure.park(entry.parameters)
 
 
-def attach(
-    model: nn.Module, exposure: Exposure, owners: dict[nn.Module, list[ManagedParameter]]
-) -> list[RemovableHandle]:
+def attach(model: nn.Module, exposure: Exposure, owners: dict[nn.Module, list[ManagedParameter]]) -> None:
     """Put hooks on every module; `owners` says which parameters belong to which."""
     stack = ForwardStack(exposure)
-    handles = []
     for module in model.modules():
         parameters = owners.get(module, [])
         if any(child in owners for child in module.modules() if child is not module):
             parameters = []
-        hooks = ModuleHooks(exposure, stack, parameters)
-        handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
+        module.register_forward_pre_hook(BeforeForward(exposure, stack, parameters), prepend=True)
         # always_call: an exception, or checkpoint's early stop of a recomputation, skips ordinary hooks.
-        handles.append(module.register_forward_hook(hooks.after, always_call=True))
-    return handles
+        module.register_forward_hook(AfterForward(stack), always_call=True)
+        module.register_state_dict_pre_hook(CopyStates(exposure, +1))
+        module.register_state_dict_post_hook(CopyStates(exposure, -1))
+        module.register_load_state_dict_pre_hook(RefuseAssignment())

@@ -12,6 +12,7 @@ code outside of any forward just work.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,16 +20,16 @@ import torch
 from torch import nn
 
 from zero_infinity.errors import UsageError
-from zero_infinity.runtime.unit import ManagedParameter
-
-ATTRIBUTE = "_zero_infinity"  # where a parameter keeps its ManagedParameter
+from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter
 
 
 class Exposer(Protocol):
     """Whoever can show the bytes of a parameter."""
 
-    def call_exposed(self, parameters: Sequence[ManagedParameter], call: Callable[[], Any]) -> Any:
-        """Run `call` while the parameters show their values."""
+    def call_exposed(
+        self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]
+    ) -> Any:
+        """Run `call`, which is some call of `func`, while the parameters show their values."""
 
 
 def managed(parameter: torch.Tensor) -> ManagedParameter | None:
@@ -82,7 +83,7 @@ _METADATA: frozenset[Any] = frozenset(
         *("is_nested", "names", "itemsize", "nbytes", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks"),
         *("retains_grad", "_base", "_grad", "_grad_fn", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
     )
-    | {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__}  # type: ignore[attr-defined]
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")}
     | {
         getattr(torch.Tensor, name)
         for name in (
@@ -93,6 +94,7 @@ _METADATA: frozenset[Any] = frozenset(
     }
     | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
 )
+GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -114,12 +116,12 @@ class ParkedParameter(nn.Parameter):
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
-        return _call_exposed(found, lambda: func(*args, **keywords))
+        return _call_exposed(found, func, lambda: func(*args, **keywords))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is an ordinary parameter with the values in memory."""
         parameter = self.__dict__[ATTRIBUTE]
-        copied: nn.Parameter = _call_exposed([parameter], lambda: self.__deepcopy__(memo))
+        copied: nn.Parameter = _call_exposed([parameter], copy.deepcopy, lambda: self.__deepcopy__(memo))
         for name in (ATTRIBUTE, ATTRIBUTE + "_exposer"):
             copied.__dict__.pop(name, None)
         return copied
@@ -131,14 +133,14 @@ class ParkedParameter(nn.Parameter):
         )
 
 
-def _call_exposed(parameters: list[ManagedParameter], call: Callable[[], Any]) -> Any:
+def _call_exposed(parameters: list[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]) -> Any:
     """Run `call` with all of these exposed, whichever engines they belong to."""
     exposer = exposer_of(parameters[0])
     mine = [p for p in parameters if exposer_of(p) is exposer]
     others = [p for p in parameters if exposer_of(p) is not exposer]
     if others:
-        return exposer.call_exposed(mine, lambda: _call_exposed(others, call))
-    return exposer.call_exposed(mine, call)
+        return exposer.call_exposed(mine, func, lambda: _call_exposed(others, func, call))
+    return exposer.call_exposed(mine, func, call)
 
 
 def _parked_in(value: Any) -> Iterator[ManagedParameter]:

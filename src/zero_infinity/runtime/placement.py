@@ -2,9 +2,9 @@
 
     budget = resident + set aside + cache
 
-*Resident*: small units stay in memory with their records when all of them together are a sliver of the budget; moving a
-bias costs a request and saves nothing. Without NVMe everything is resident. *Set aside*: room for the gradients
-that autograd has made and the worker has not used yet. *Cache*: what the policy fills with the blocks that are used next.
+*Resident*: small units stay in memory with their records when all of them together are a sliver of the budget; moving
+a bias costs a request and saves nothing. Without NVMe everything is resident. *Set aside*: room for the gradients that
+autograd has made and the worker has not used yet. *Cache*: what the policy fills with the blocks that are used next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zero_infinity.units import format_bytes
 _SMALL_BYTES = 256 * 1024
 # ...and stays resident while all small ones take at most this part of the budget.
 _SMALL_SHARE = 1 / 16
-# Records are cut so that one is at most this part of the cache, and within these bounds: requests of a few MiB reach the
-# drive's bandwidth, larger ones only take memory.
+# Records are cut so that one is at most this part of the cache, and within these bounds: requests of a few MiB reach
+# the drive's bandwidth, larger ones only take memory.
 _CHUNK_SHARE = 1 / 24
 _MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNK_BYTES = 16 * 1024 * 1024
@@ -40,7 +40,7 @@ class UnitSize:
     parameters: int
     record: int
     gradients: int
-    record_bytes_per_element: int
+    home: Home | None = None  # when that was decided before
 
     @property
     def total(self) -> int:
@@ -97,7 +97,14 @@ def _homes(units: Sequence[UnitSize], budget: int) -> dict[str, Home]:
     small = {u.name for u in units if u.parameters <= _SMALL_BYTES}
     if sum(u.total for u in units if u.name in small) > budget * _SMALL_SHARE:
         small = set()
-    return {u.name: Home.RAM if u.name in small else Home.NVME for u in units}
+    return {u.name: u.home or (Home.RAM if u.name in small else Home.NVME) for u in units}
+
+
+def home_while_building(num_bytes: int, resident_bytes: int, budget: int, *, nvme: bool) -> Home:
+    """Where a unit of a model that is still being built goes, when small ones take `resident_bytes` so far."""
+    states = 4  # parameters, two states and gradients, as for Adam: what it will take when it is trained
+    small = num_bytes <= _SMALL_BYTES and states * (resident_bytes + num_bytes) <= budget * _SMALL_SHARE
+    return Home.RAM if small or not nvme else Home.NVME
 
 
 def _chunk_bytes(cache: int) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import Optimizer
 
 from zero_infinity.runtime.unit import GRAIN, ManagedParameter, Unit
-from zero_infinity.runtime.update_rule import Scalars
-from zero_infinity.store.blocks import Block
+from zero_infinity.runtime.update_rule import Scalars, probe_state_names
+from zero_infinity.store.blocks import Block, BlockStore, Home
 
 MASTER = "master"
 
@@ -62,6 +63,39 @@ class Record:
     chunks: list[Chunk] = field(default_factory=list)
     scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
     started: set[ManagedParameter] = field(default_factory=set)  # those that have a state by now
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What is kept per element."""
+        names = dict.fromkeys(name for names in self.state_names.values() for name in names)
+        return ((MASTER,) if self.has_master else ()) + tuple(names)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that are trained."""
+        return sum(parameter.num_elements for parameter in self.state_names)
+
+
+def make_record(unit: Unit, optimizer: Optimizer, dtype: torch.dtype) -> Record | None:
+    """The record of a unit, without chunks yet; None when nothing of it is trained."""
+    trained = [(p, p.group) for p in unit.parameters if p.group is not None]
+    if not trained:
+        return None
+    names = {g: probe_state_names(optimizer, optimizer.param_groups[g], dtype) for g in {g for _, g in trained}}
+    return Record(unit, dtype, has_master=dtype != unit.dtype, state_names={p: names[g] for p, g in trained})
+
+
+def make_chunks(record: Record, chunk_bytes: int, home: Home, store: BlockStore) -> Iterator[Block]:
+    """Cut the record into chunks of about `chunk_bytes`; yields their blocks."""
+    slots = record.slots
+    per_element = max(1, len(slots)) * record.dtype.itemsize
+    for number, (start, stop, segments) in enumerate(cut(list(record.state_names), chunk_bytes // per_element)):
+        name = f"{record.unit.name}[{number}]"
+        size = (stop - start) * record.dtype.itemsize
+        kept = store.create(f"{name} optimizer record", size * len(slots), home) if slots else None
+        gradient = store.create(f"{name} gradient", size, home)
+        record.chunks.append(Chunk(start, stop, segments, slots, kept, gradient))
+        yield from (block for block in (kept, gradient) if block is not None)
 
 
 def cut(trained: list[ManagedParameter], chunk_elements: int) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:

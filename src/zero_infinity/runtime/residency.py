@@ -38,6 +38,13 @@ class Residency:
             self._blocks[block.key] = block
             self.policy.add(block.key, block.held_bytes)
 
+    def limit(self, budget: int, lookahead: int) -> None:
+        """From now on the blocks may take `budget` bytes together; what is over that leaves."""
+        with self._lock:
+            self.policy.lookahead = lookahead
+            for key in self.policy.shrink(budget):
+                self.store.evict(self._blocks[key])
+
     def access(self, block: Block) -> None:
         """`block` is used now: bring it in, and whatever the policy wants ahead of its use. Does not wait."""
         if block.home is Home.RAM:

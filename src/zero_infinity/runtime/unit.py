@@ -11,12 +11,18 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from zero_infinity.store.blocks import Block
 
+if TYPE_CHECKING:
+    from zero_infinity.runtime.sources import Source
+
+# Where a parameter keeps its ManagedParameter.
+ATTRIBUTE = "_zero_infinity"
 # Parameters and chunks start at multiples of this many elements.
 GRAIN = 64
 
@@ -69,6 +75,7 @@ class Unit:
     parameters: list[ManagedParameter] = field(default_factory=list)
     num_elements: int = 0
     block: Block | None = None
+    source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
     num_handles: int = 0  # saved tensors that autograd still holds as handles
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
@@ -82,6 +89,11 @@ class Unit:
         if self.block is None:
             raise RuntimeError(f"unit {self.name!r} has no block yet")
         return self.block
+
+    def the_source(self) -> Source:
+        if self.source is None:
+            raise RuntimeError(f"unit {self.name!r} has no source yet")
+        return self.source
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -97,13 +109,18 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def make_unit(
-    name: str, parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, compute_dtype: torch.dtype
+    name: str,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
 ) -> Unit:
-    """A unit over these parameters, in order."""
+    """A unit over these parameters, in order, stored in `dtype` and seen by modules in `compute_dtype` on `device`."""
     unit = Unit(name, dtype, compute_dtype)
     for full_name, parameter in parameters:
         # A cell of its own for each, so that whoever writes into a parked parameter by a side door is found out.
-        cell = torch.full((), math.nan, dtype=compute_dtype, device=parameter.device)
+        cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
         unit.parameters.append(
             ManagedParameter(
                 parameter=parameter,
@@ -113,11 +130,17 @@ def make_unit(
                 shape=parameter.shape,
                 stride=dense_stride(parameter.detach()),
                 parked_data=cell.expand(parameter.shape),
-                plain_class=type(parameter),
+                plain_class=plain_class_of(parameter),
             )
         )
         unit.num_elements += -(-parameter.numel() // GRAIN) * GRAIN
     return unit
+
+
+def plain_class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Its class when it is not parked."""
+    known: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)
+    return known.plain_class if known is not None else type(parameter)
 
 
 def manageable(parameter: nn.Parameter) -> bool:

@@ -1,7 +1,7 @@
 """Calls the user's own `torch.optim` class on pieces of parameters.
 
-An element-wise optimizer computes the same bits for a slice as for the whole, so states can be streamed in chunks and no
-optimizer has to be written again. Whether a class *is* element-wise is found out, not assumed: a probe runs it on
+An element-wise optimizer computes the same bits for a slice as for the whole, so states can be streamed in chunks and
+no optimizer has to be written again. Whether a class *is* element-wise is found out, not assumed: a probe runs it on
 a small tensor whole and in slices and compares. The state that it keeps per element is also found by the probe.
 
 Scalars of the state (a step count) stay in memory, per parameter; tensors of the parameter's shape go to the record.
@@ -53,7 +53,8 @@ class UpdateRule:
         self._stepper.param_groups = [{**hyperparameters, "params": [values]}]
         self._step(self._stepper)
         values.grad = None
-        return self._stepper.state.pop(values, {})
+        new_state: dict[str, Any] = self._stepper.state.pop(values, {})
+        return new_state
 
 
 def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:

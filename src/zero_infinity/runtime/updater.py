@@ -1,8 +1,8 @@
 """The worker that updates parameters while the model computes.
 
-A job updates one unit: for each chunk it waits for the chunk's record, calls the user's optimizer on it in place, and lets
-it go home. Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched) by
-the thread that submitted it, in the order in which the job uses them; this thread only waits, computes and lets go.
+A job updates one unit: for each chunk it waits for the chunk's record, calls the user's optimizer on it in place, and
+lets it go home. Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched)
+by the thread that submitted it, in the order in which the job uses them; this thread only waits, computes and lets go.
 It never touches an `nn.Parameter`.
 """
 
@@ -131,7 +131,7 @@ class Updater:
                 retained = stack.enter_context(self._store.changing(chunk.gradient)) if job.in_blocks else None
                 for segment in chunk.segments:
                     if segment.parameter in job.gradients:
-                        gradient = _gradient_of(job, segment, chunk, retained)
+                        gradient = _gradient_of(job, segment, retained)
                         new = self._update_segment(job, segment, chunk, values, states, gradient)
                         scalars[segment.parameter] = new
         finally:
@@ -157,7 +157,7 @@ class Updater:
             if states is not None
         }
         master = slots.pop(MASTER, stored)
-        if record.has_master and (parameter.edited or parameter not in record.started):
+        if record.has_master and parameter.edited:
             master.copy_(stored)
         gradient = gradient.to(record.dtype)
         for factor in job.factors:
@@ -179,7 +179,7 @@ class Updater:
         return scalars
 
 
-def _gradient_of(job: Job, segment: Segment, chunk: Chunk, retained: torch.Tensor | None) -> torch.Tensor:
+def _gradient_of(job: Job, segment: Segment, retained: torch.Tensor | None) -> torch.Tensor:
     whole = job.gradients[segment.parameter]
     if whole is not None:
         return whole[segment.start : segment.stop]

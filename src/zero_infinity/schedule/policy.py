@@ -13,18 +13,29 @@ It knows neither time nor threads, torch nor files: the same accesses give the s
 simulator. What it counts is *logical*: a block is in memory from the decision to fetch it to the decision to evict it.
 Whoever executes the decisions in order never needs more than the budget.
 
-When an access differs from the recorded order, the policy finds the nearest place where the order does say so and goes
-on from there; at the end of the cycle the newly recorded order replaces the old one.
+When an access differs from the recorded order, the policy goes on from the nearest place where the order does say so if
+that lies ahead (something was skipped), and stays where it is if it lies behind (something is repeated, or comes late).
+At the end of the cycle the newly recorded order replaces the old one.
+
+What an access costs does not grow with the model: the window slides along with the clock, so a block is looked at
+once when it comes in sight and once when it is used. Only a jump looks at what was skipped.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 BlockId = int
+
+# The next use of a block that no order mentions: later than any other. Less its recency, so that among these the least
+# recently used leaves first.
+_NEVER = 1 << 60
+# Stale entries that the heap may carry beyond one for each block in memory, before it is made anew.
+_STALE_ENTRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +73,17 @@ class Policy:
         self._positions: dict[BlockId, list[int]] = {}
         self._recording: list[BlockId] = []
         self._clock = 0  # absolute position: cycles * len(order) + place in the cycle
-        self._deviated = False
+        self._lost: BlockId | None = None  # the last access, when it had no place in the order ahead
+        self._num_accesses = 0
+        self._recency: dict[BlockId, int] = {}  # the number of its last access
         # Farthest next use first; an entry is stale when the block has left or its next use has changed.
         self._farthest: list[tuple[int, BlockId]] = []
         self._next_use: dict[BlockId, int] = {}
         self._num_missing = 0  # blocks of the order that are not in memory
+        # The accesses from the clock to here are looked at: their blocks are in memory, and have these bytes in all.
+        self._window_end = 0
+        self._window_bytes = 0
+        self._window: Counter[BlockId] = Counter()
         self.num_deviations = 0
 
     # ------------------------------------------------------------------ what is there
@@ -88,6 +105,8 @@ class Policy:
     def access(self, block: BlockId) -> Decision:
         """`block` is used now."""
         self._recording.append(block)
+        self._num_accesses += 1
+        self._recency[block] = self._num_accesses
         self._follow(block)
         evict: list[BlockId] = []
         fetch: list[BlockId] = []
@@ -97,6 +116,14 @@ class Policy:
             self._bring(block, evict, fetch)
         self._look_ahead(block, evict, fetch)
         return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
+
+    def shrink(self, budget: int) -> tuple[BlockId, ...]:
+        """Change the budget; returns what has to leave for it."""
+        self.budget = budget
+        victims = self._victims(0, None) or ()
+        for victim in victims:
+            self._remove(victim)
+        return tuple(victims)
 
     def forget(self, block: BlockId) -> None:
         """The content of `block` is dead: it takes no room any more."""
@@ -110,63 +137,125 @@ class Policy:
         """
         recorded, self._recording = self._recording, []
         if not same_order:
-            self._order, self._positions, self._num_missing, self._clock = [], {}, 0, 0
-            self._rank_all()
+            self._adopt([])
         elif recorded and recorded != self._order:
-            self._order = recorded
-            self._positions = {}
-            for place, block in enumerate(recorded):
-                self._positions.setdefault(block, []).append(place)
-            self._num_missing = len(self._positions.keys() - self._cached)
-            self._clock = 0
-            self._rank_all()
-        elif self._deviated or (self._order and self._clock % len(self._order)):
-            self._clock = 0
-            self._rank_all()
-        self._deviated = False
+            self._adopt(recorded)
+        elif self._order and self._clock % len(self._order):
+            self._jump(0)
+        self._lost = None
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ where in the order we are
+
+    def _adopt(self, order: list[BlockId]) -> None:
+        self._order = order
+        self._positions = {}
+        for place, block in enumerate(order):
+            self._positions.setdefault(block, []).append(place)
+        self._num_missing = len(self._positions.keys() - self._cached)
+        self._jump(0)
+
+    def _jump(self, clock: int) -> None:
+        """Go on from another place: what is used next, and when, has changed for every block."""
+        self._clock = self._window_end = clock
+        self._window_bytes = 0
+        self._window.clear()
+        self._next_use = {block: self._upcoming_use(block) for block in self._cached}
+        self._sort()
 
     def _follow(self, block: BlockId) -> None:
         """Advance the clock past this access, or jump to where the order has it next."""
         if not self._order:
+            return
+        if self._order[self._clock % len(self._order)] == block:
+            self._lost = None
+            self._leave_window(block)
             self._clock += 1
             return
-        length = len(self._order)
-        if self._order[self._clock % length] == block:
-            self._clock += 1
-            return
-        self._deviated = True
         self.num_deviations += 1
-        upcoming = self._upcoming_use(block)
-        if upcoming is not None:
-            self._clock = upcoming + 1
-            # Everything between was skipped; its next use is elsewhere now.
-            self._rank_all()
+        place = self._place_of(block)
+        if place is None:
+            self._lost = block
+        else:
+            self._lost = None
+            self._jump(place + 1)
 
-    def _upcoming_use(self, block: BlockId) -> int | None:
+    def _place_of(self, block: BlockId) -> int | None:
+        """The absolute position that an unexpected access means; None when it is not ahead of the clock."""
+        places = self._positions.get(block)
+        if places is None:
+            return None
+        length = len(self._order)
+        # Two unexpected accesses that follow each other in the order tell where we are, however far that is.
+        ahead = [
+            (p - self._clock) % length for p in places if self._lost is not None and self._order[p - 1] == self._lost
+        ]
+        if ahead:
+            return self._clock + min(ahead)
+        distance = self._upcoming_use(block) - self._clock
+        behind = min((self._clock - p) % length for p in places)
+        return self._clock + distance if distance <= behind else None
+
+    def _upcoming_use(self, block: BlockId) -> int:
         """The absolute position of the next access to `block` at or after the clock."""
         places = self._positions.get(block)
-        if not places:
-            return None
+        if places is None:
+            return _NEVER - self._recency.get(block, 0)
         cycle, place = divmod(self._clock, len(self._order))
         index = bisect_left(places, place)
         if index < len(places):
             return cycle * len(self._order) + places[index]
         return (cycle + 1) * len(self._order) + places[0]
 
+    # ------------------------------------------------------------------ who leaves first
+
     def _rank(self, block: BlockId) -> None:
         upcoming = self._upcoming_use(block)
-        if upcoming is None:
-            # Never used again as far as is known. Without any order this ranks by recency: oldest leaves first.
-            upcoming = (1 << 60) - self._clock
+        if self._next_use.get(block) == upcoming:
+            return
         self._next_use[block] = upcoming
         heapq.heappush(self._farthest, (-upcoming, block))
+        if len(self._farthest) > 2 * len(self._cached) + _STALE_ENTRIES:
+            self._sort()
 
-    def _rank_all(self) -> None:
-        self._farthest.clear()
-        for block in sorted(self._cached):
-            self._rank(block)
+    def _sort(self) -> None:
+        self._farthest = [(-upcoming, block) for block, upcoming in self._next_use.items()]
+        heapq.heapify(self._farthest)
+
+    def _victims(self, size: int, sooner_than: int | None, keep: BlockId | None = None) -> list[BlockId] | None:
+        """The blocks whose leaving makes room for `size` bytes, all used later than `sooner_than`; None if too few."""
+        missing = self.cached_bytes + size - self.budget
+        if missing <= 0:
+            return []
+        victims: list[BlockId] = []
+        met: dict[BlockId, tuple[int, BlockId]] = {}
+        while missing > 0 and self._farthest:
+            entry = heapq.heappop(self._farthest)
+            next_use, block = -entry[0], entry[1]
+            # A block that left and came back for the same use has two entries.
+            if self._next_use.get(block) != next_use or block in met:
+                continue
+            met[block] = entry
+            if sooner_than is not None and next_use <= sooner_than:
+                break
+            if block == keep or self._in_use(block):
+                continue
+            victims.append(block)
+            missing -= self._sizes[block]
+        for entry in met.values():
+            heapq.heappush(self._farthest, entry)
+        return self._necessary(victims, -missing) if missing <= 0 else None
+
+    def _necessary(self, victims: list[BlockId], excess: int) -> list[BlockId]:
+        """Spare what need not leave because a larger block does, first what is used soonest."""
+        necessary: list[BlockId] = []
+        for block in reversed(victims):
+            if self._sizes[block] <= excess:
+                excess -= self._sizes[block]
+            else:
+                necessary.append(block)
+        return necessary[::-1]
+
+    # ------------------------------------------------------------------ what comes in
 
     def _bring(self, block: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
         size = self._sizes[block]
@@ -177,46 +266,32 @@ class Policy:
         self._replace(victims, block, evict, fetch)
 
     def _look_ahead(self, current: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
+        """Extend the window as far as its bytes, and the room for what is missing, allow."""
         if not self._num_missing:
             return
         length = len(self._order)
-        window = self.lookahead
-        seen = {current}
-        for clock in range(self._clock, self._clock + length):
-            block = self._order[clock % length]
-            if block in seen:
-                continue
-            seen.add(block)
-            window -= self._sizes[block]
-            if window < 0:
-                return
-            if block in self._cached:
-                continue
-            victims = self._victims(self._sizes[block], clock, keep=current)
-            if victims is None:
-                return
-            self._replace(victims, block, evict, fetch)
+        self._window_end = max(self._window_end, self._clock)
+        while self._window_end < self._clock + length:
+            block = self._order[self._window_end % length]
+            if not self._window[block]:
+                size = self._sizes[block]
+                if self._window_bytes + size > self.lookahead:
+                    return
+                if block not in self._cached:
+                    victims = self._victims(size, self._window_end, keep=current)
+                    if victims is None:
+                        return
+                    self._replace(victims, block, evict, fetch)
+                self._window_bytes += size
+            self._window[block] += 1
+            self._window_end += 1
 
-    def _victims(self, size: int, sooner_than: int | None, keep: BlockId | None = None) -> list[BlockId] | None:
-        """The blocks whose leaving makes room for `size` bytes, all used later than `sooner_than`; None if too few."""
-        missing = self.cached_bytes + size - self.budget
-        victims: list[BlockId] = []
-        spared: list[tuple[int, BlockId]] = []
-        while missing > 0 and self._farthest:
-            entry = heapq.heappop(self._farthest)
-            next_use, block = -entry[0], entry[1]
-            if block not in self._cached or self._next_use.get(block) != next_use:
-                continue
-            spared.append(entry)
-            if sooner_than is not None and next_use <= sooner_than:
-                break
-            if block == keep or self._in_use(block):
-                continue
-            victims.append(block)
-            missing -= self._sizes[block]
-        for entry in spared:
-            heapq.heappush(self._farthest, entry)
-        return victims if missing <= 0 else None
+    def _leave_window(self, block: BlockId) -> None:
+        """One access to `block` is not in the window any more: at its begin, because it happens, or at its end."""
+        if self._window[block]:
+            self._window[block] -= 1
+            if not self._window[block]:
+                self._window_bytes -= self._sizes[block]
 
     def _replace(self, victims: list[BlockId], block: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
         for victim in victims:
@@ -230,10 +305,19 @@ class Policy:
         self._num_missing -= block in self._positions
         self.cached_bytes += self._sizes[block]
         self._rank(block)
-        fetch.append(block)
+        if block in evict:
+            evict.remove(block)
+        else:
+            fetch.append(block)
 
     def _remove(self, block: BlockId) -> None:
         self._cached.discard(block)
         self._num_missing += block in self._positions
         self._next_use.pop(block, None)
         self.cached_bytes -= self._sizes[block]
+        if self._window[block]:
+            # What follows its next use in the window has to wait until it is back.
+            upcoming = self._upcoming_use(block)
+            while self._window_end > upcoming:
+                self._window_end -= 1
+                self._leave_window(self._order[self._window_end % len(self._order)])

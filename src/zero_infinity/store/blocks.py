@@ -13,6 +13,11 @@ store carries that out as room and I/O allow:
   the evicted block was fetched again and is held for a worker that comes later.)
 - Memory is handed on only when no tensor refers to it (see `buffers`).
 
+A worker's use of a block is a *turn*, which begins when it is asked for (`hold`, `hold_to_read`). Turns to change a
+block come one after the other, in the order in which they began and over all visits; turns to read it may overlap each
+other. The end of a content (`expire`) is a place in the same order: what earlier turns write dies, what later ones
+write lives.
+
 A block has no content until it is first marked dirty; until then a fetch only takes room and reads nothing.
 A block whose home is RAM keeps its buffer from its first fetch until its content is discarded.
 """
@@ -23,7 +28,7 @@ import enum
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,12 +39,16 @@ from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedErr
 from zero_infinity.store.buffers import Buffer, BufferPool, Request
 from zero_infinity.store.engine import Direction, Engine, Priority, Ticket
 from zero_infinity.store.extents import Extents, round_up
+from zero_infinity.store.memory import PAGE_BYTES
 from zero_infinity.units import format_bytes
 
 # How often a waiting thread looks for tensors that have died: their finalizers may not wake anyone.
 _POLL_SECONDS = 0.001
-# A wait that nothing in flight can end is an error after this long (another thread may still drop a tensor).
+# A wait for room that nothing in flight can end is an error after this long without any event (another thread may still
+# drop a tensor)...
 _STUCK_SECONDS = 5.0
+# ...or after this long when workers hold blocks that they do not use now: they may be busy elsewhere.
+_STUCK_WHILE_HELD_SECONDS = 30.0
 
 
 class Home(enum.Enum):
@@ -61,15 +70,33 @@ class Residence(enum.Enum):
 class Visit:
     """One stay of a block in memory, from the fetch that asks for room to the eviction that gives it back."""
 
-    __slots__ = ("buffer", "evicting", "expired", "holds", "request", "residence")
+    __slots__ = ("buffer", "evicting", "request", "residence", "turns")
 
     def __init__(self) -> None:
         self.residence = Residence.QUEUED
         self.request: Request | None = None
         self.buffer: Buffer | None = None
-        self.holds = 0  # workers that will use the buffer, or do so now
+        self.turns = 0  # of workers that will use the buffer, or do so now
         self.evicting = False
-        self.expired = False  # the content dies with the last hold
+
+
+class Use(enum.Enum):
+    """What a place in the order of a block's uses is for."""
+
+    CHANGE = "change"
+    READ = "read"
+    EXPIRE = "expire"  # the content dies
+
+
+class Turn:
+    """One place in the order of a block's uses."""
+
+    __slots__ = ("claimed", "use", "visit")
+
+    def __init__(self, use: Use, visit: Visit | None, *, claimed: bool = False) -> None:
+        self.use = use
+        self.visit = visit  # that it keeps in memory
+        self.claimed = claimed  # it belongs to one call, and is not for whichever worker comes next
 
 
 class Block:
@@ -86,6 +113,7 @@ class Block:
         "offset",
         "priority",
         "ticket",
+        "turns",
         "visits",
     )
 
@@ -99,30 +127,44 @@ class Block:
         self.dirty = False  # the buffer is newer than the home
         # The first is the present one; a later one was asked for before the one before it had left.
         self.visits: deque[Visit] = deque()
+        self.turns: deque[Turn] = deque()  # that have not ended, in the order in which they began
         self.ticket: Ticket | None = None  # the read or write in flight
         self.priority = Priority.PREFETCH
         self.checksum: int | None = None
 
     def __repr__(self) -> str:
         stays = ", ".join(
-            f"{v.residence.value}{'-' * v.evicting}{f' holds={v.holds}' if v.holds else ''}" for v in self.visits
+            f"{v.residence.value}{'-' * v.evicting}{f' turns={v.turns}' if v.turns else ''}" for v in self.visits
         )
         return f"<Block {self.name} {format_bytes(self.num_bytes)}{'*' * self.dirty} {stays or 'absent'}>"
 
     @property
     def residence(self) -> Residence:
-        return self.visits[0].residence if self.visits else Residence.ABSENT
+        visit = self._present_visit()
+        return Residence.ABSENT if visit is None else visit.residence
 
     @property
     def held_bytes(self) -> int:
         """What it takes of a budget when it is present."""
+        return round_up(self.num_bytes, PAGE_BYTES)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes at home, and what one transfer of it moves."""
         return round_up(self.num_bytes)
 
     @property
     def leased(self) -> bool:
         """Whether a tensor over its memory is alive."""
-        buffer = self.visits[0].buffer if self.visits else None
-        return buffer is not None and buffer.leases > 0
+        visit = self._present_visit()
+        return visit is not None and visit.buffer is not None and visit.buffer.leases > 0
+
+    def _present_visit(self) -> Visit | None:
+        # Also read without the lock, while another thread may end the last visit: so one access and no test before it.
+        try:
+            return self.visits[0]
+        except IndexError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +188,11 @@ class BlockStore:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._in_flight = 0
-        self._num_holds = 0
+        self._num_turns = 0  # to change or to read
+        self._num_events = 0
+        # Threads that use a block, and those that wait: one that is in both waits for room with a block in its hands.
+        self._busy: Counter[int] = Counter()
+        self._waiting: Counter[int] = Counter()
         self._last_key = -1
         self._reads = self._writes = self._bytes_read = self._bytes_written = 0
 
@@ -176,18 +222,16 @@ class BlockStore:
         The block can be fetched again at any time, without content.
         """
         with self._changed:
-            if not block.visits:
-                block.has_content = block.dirty = False
-                return
-            block.visits[-1].expired = True
+            block.turns.append(Turn(Use.EXPIRE, None))
             self._settle(block)
             self._start_eviction(block)
 
     def drop(self, block: Block) -> None:
         """Expire the content and give the home back. The block must not be used again."""
         self.expire(block)
+        # After an error nothing moves any more, and nothing needs the home.
+        self._wait(block, lambda b: not b.visits, unless_failed=True)
         with self._changed:
-            self._changed.wait_for(lambda: not block.visits or self._error is not None)
             if block.offset is not None and self._extents is not None:
                 self._extents.free(block.offset, block.num_bytes)
                 block.offset = None
@@ -226,11 +270,11 @@ class BlockStore:
                 self._submit_write(block, Priority.WRITE_BACK)
 
     def flush(self, blocks: list[Block]) -> None:
-        """Write every dirty block of these home and wait until it is there."""
+        """Write every dirty block of these home and wait until it is there, also what workers have still to change."""
         for block in blocks:
             self.write_back(block)
         for block in blocks:
-            self._wait(block, lambda b: b.ticket is None)
+            self._wait(block, self._is_home)
 
     # ------------------------------------------------------------------ use
 
@@ -240,14 +284,15 @@ class BlockStore:
 
     def ready(self, block: Block) -> bool:
         """Whether `wait` would return at once."""
-        if len(block.visits) != 1:
-            return False
-        visit = block.visits[0]
-        return visit.residence is Residence.PRESENT and not visit.holds and not visit.evicting
+        with self._changed:
+            if len(block.visits) != 1 or any(turn.use is Use.CHANGE for turn in block.turns):
+                return False
+            return block.residence is Residence.PRESENT and not block.visits[0].evicting
 
     def lease(self, block: Block) -> torch.Tensor:
         """The bytes of a present block as a tensor; its memory is not reused while the tensor or a view lives."""
         with self._changed:
+            self._check()
             return self._present_buffer(block).tensor()[: block.num_bytes]
 
     def mark_dirty(self, block: Block) -> None:
@@ -257,50 +302,73 @@ class BlockStore:
             block.dirty = block.has_content = True
 
     def hold(self, block: Block) -> None:
-        """Keep a fetched block for a worker, whatever is evicted meanwhile, until `unhold`."""
+        """Keep a fetched block for a worker to change, whatever is evicted meanwhile, until `unhold`."""
         with self._changed:
-            block.visits[-1].holds += 1
-            self._num_holds += 1
+            self._begin(block, Use.CHANGE)
 
     def unhold(self, block: Block, *, dirty: bool) -> None:
         """A worker is done with the block, and has changed it or not. Holds end in the order in which they began."""
         with self._changed:
-            block.visits[0].holds -= 1
-            self._num_holds -= 1
-            if dirty:
-                block.dirty = block.has_content = True
-            self._settle(block)
-            self._continue_eviction(block)
-            self._changed.notify_all()
+            self._end(block, self._next_turn(block, Use.CHANGE), dirty=dirty)
+
+    def hold_to_read(self, block: Block) -> None:
+        """Keep a fetched block for a reader (there is one such thread), until its `reading` is over."""
+        with self._changed:
+            self._begin(block, Use.READ)
 
     @contextmanager
     def changing(self, block: Block) -> Iterator[torch.Tensor]:
         """A worker's view of a held block's bytes, to change in place: it must not outlive the context."""
         self._wait(block, self._may_change)
-        # No lease: the hold already keeps the buffer, and a worker's view must not count as a user's tensor.
-        yield torch.frombuffer(self._present_buffer(block).view, dtype=torch.uint8)[: block.num_bytes]
+        with self._using(block) as memory:
+            yield memory
+
+    @contextmanager
+    def reading(self, block: Block) -> Iterator[torch.Tensor]:
+        """A reader's view of the bytes of a block that it holds, when those who were to change it before are done."""
+        if self._next_turn(block, Use.READ) is None:
+            raise UsageError(f"block {block.name!r} is to be read by a worker, but it was not held for one")
+        try:
+            self._wait(block, lambda b: self._may_use(b, self._next_turn(b, Use.READ)))
+            with self._using(block) as memory:
+                yield memory
+        finally:
+            with self._changed:
+                self._end(block, self._next_turn(block, Use.READ), dirty=False)
 
     def read(self, block: Block) -> torch.Tensor:
-        """Fetch, wait and lease."""
-        if not block.has_content:
-            raise UsageError(f"block {block.name!r} is read before anything was written to it")
-        self.fetch(block, Priority.DEMANDED)
-        self.hold(block)
+        """Fetch, wait until those who were to change it are done, and lease. Not for one who holds it himself."""
+        with self._changed:
+            if not block.turns:
+                self._check_content(block)
+            turn = self._fetch_and_begin(block, Use.READ)
         try:
-            self._wait(block, self._may_change)
-            return self.lease(block)
+            self._wait(block, lambda b: self._may_use(b, turn))
+            with self._changed:
+                self._check_content(block)
+                return self.lease(block)
         finally:
-            self.unhold(block, dirty=False)
+            with self._changed:
+                self._end(block, turn, dirty=False)
 
     def write(self, block: Block, data: torch.Tensor) -> None:
-        """Replace the whole content by the bytes of `data` (uint8, as long as the block)."""
-        self.fetch(block, Priority.DEMANDED)
-        self.hold(block)
+        """Replace the whole content by the bytes of `data` (uint8, as long as the block), in turn as `read`."""
+        if data.dtype is not torch.uint8 or data.shape != (block.num_bytes,):
+            raise UsageError(
+                f"block {block.name!r} takes {block.num_bytes} bytes (torch.uint8), not a {data.dtype} tensor of shape "
+                f"{tuple(data.shape)}"
+            )
+        with self._changed:
+            turn = self._fetch_and_begin(block, Use.CHANGE)
+        written = False
         try:
-            with self.changing(block) as memory:
+            self._wait(block, lambda b: self._may_use(b, turn))
+            with self._using(block) as memory:
                 memory.copy_(data)
+                written = True
         finally:
-            self.unhold(block, dirty=True)
+            with self._changed:
+                self._end(block, turn, dirty=written)
 
     # ------------------------------------------------------------------ the end
 
@@ -313,7 +381,7 @@ class BlockStore:
         with self._changed:
             if self._error is None:
                 self._error = EngineClosedError("the block store is closed")
-            self._changed.notify_all()
+            self._notify()
         if self.engine is not None:
             self.engine.close()
         self.pool.close()
@@ -324,7 +392,16 @@ class BlockStore:
         if self._error is not None:
             if isinstance(self._error, EngineClosedError):
                 raise EngineClosedError(str(self._error))
-            raise self._error
+            # It may be raised many times: start anew rather than pile up tracebacks.
+            raise self._error.with_traceback(None)
+
+    def _notify(self) -> None:
+        self._num_events += 1
+        self._changed.notify_all()
+
+    def _check_content(self, block: Block) -> None:
+        if not block.has_content:
+            raise UsageError(f"block {block.name!r} is read before anything was written to it")
 
     def _present_buffer(self, block: Block) -> Buffer:
         buffer = block.visits[0].buffer if block.residence is Residence.PRESENT else None
@@ -332,53 +409,107 @@ class BlockStore:
             raise UsageError(f"block {block.name!r} is not in memory (it is {block.residence.value})")
         return buffer
 
-    def _may_change(self, block: Block) -> bool:
-        if block.residence is not Residence.PRESENT or block.ticket is not None:
+    def _fetch_and_begin(self, block: Block, use: Use) -> Turn:
+        # Under one lock: else somebody could evict it between the two.
+        self.fetch(block, Priority.DEMANDED)
+        return self._begin(block, use, claimed=True)
+
+    def _begin(self, block: Block, use: Use, *, claimed: bool = False) -> Turn:
+        if not block.visits:
+            raise UsageError(f"block {block.name!r} is to be held, but it was not fetched")
+        turn = Turn(use, block.visits[-1], claimed=claimed)
+        block.turns.append(turn)
+        block.visits[-1].turns += 1
+        self._num_turns += 1
+        return turn
+
+    def _end(self, block: Block, turn: Turn | None, *, dirty: bool) -> None:
+        if turn is None or turn.visit is None:
+            raise UsageError(f"block {block.name!r} is let go, but nobody holds it")
+        # Not always the first: readers overlap, and a worker that gives up has not waited for its turn.
+        block.turns.remove(turn)
+        turn.visit.turns -= 1
+        self._num_turns -= 1
+        if dirty:
+            block.dirty = block.has_content = True
+        self._settle(block)
+        self._continue_eviction(block)
+        self._notify()
+
+    def _next_turn(self, block: Block, use: Use) -> Turn | None:
+        """The turn of the worker that comes next."""
+        return next((turn for turn in block.turns if turn.use is use and not turn.claimed), None)
+
+    def _may_use(self, block: Block, turn: Turn | None) -> bool:
+        if turn is None or block.residence is not Residence.PRESENT or block.visits[0] is not turn.visit:
             return False
-        # Workers take turns in the order of their holds: one that holds a later visit waits for that.
-        return block.visits[0].holds > 0 or len(block.visits) == 1
+        if turn.use is Use.CHANGE:
+            return block.turns[0] is turn and block.ticket is None
+        for earlier in block.turns:
+            if earlier is turn:
+                break
+            if earlier.use is not Use.READ:
+                return False
+        return True
+
+    def _may_change(self, block: Block) -> bool:
+        turn = self._next_turn(block, Use.CHANGE)
+        if turn is not None:
+            return self._may_use(block, turn)
+        # Without a hold: the thread that decides about evictions needs none.
+        return block.residence is Residence.PRESENT and block.ticket is None and len(block.visits) == 1
 
     def _may_write(self, block: Block) -> bool:
-        idle = block.residence is Residence.PRESENT and not block.visits[0].holds and block.ticket is None
-        return block.dirty and block.home is Home.NVME and idle
+        idle = block.residence is Residence.PRESENT and block.ticket is None
+        changes = any(turn.use is Use.CHANGE and turn.visit is block.visits[0] for turn in block.turns)
+        return block.dirty and block.home is Home.NVME and idle and not changes
+
+    def _is_home(self, block: Block) -> bool:
+        """Whether the home has all that is known; starts the write that is missing as soon as it may."""
+        if self._may_write(block):
+            self._submit_write(block, Priority.DEMANDED)
+        return block.home is Home.RAM or (not block.dirty and block.ticket is None)
 
     def _settle(self, block: Block) -> None:
-        visit = block.visits[0]
-        if visit.expired and not visit.holds:
-            visit.expired = block.has_content = block.dirty = False
+        """Let the content die if all who were to see it are done."""
+        while block.turns and block.turns[0].use is Use.EXPIRE:
+            block.turns.popleft()
+            block.has_content = block.dirty = False
 
     def _start_eviction(self, block: Block) -> None:
         if not block.visits:
             return
         last = block.visits[-1]
         last.evicting = True
-        if last.request is not None and not last.holds and last.request.cancel():
+        if last.request is not None and not last.turns and last.request.cancel():
             block.visits.pop()
-            self._changed.notify_all()
+            self._notify()
             return
         self._continue_eviction(block)
 
     def _continue_eviction(self, block: Block) -> None:
         """Take the next step out of memory, if one is due and possible."""
-        visit = block.visits[0]
-        if not visit.evicting or visit.residence is not Residence.PRESENT or visit.holds or block.ticket is not None:
+        visit = block.visits[0] if block.visits else None
+        if visit is None or not visit.evicting or visit.residence is not Residence.PRESENT:
             return
-        if block.dirty and self._error is None:
+        if visit.turns or block.ticket is not None:
+            return
+        if block.dirty and block.home is Home.NVME and self._error is None:
             self._submit_write(block, Priority.WRITE_BACK)
             return
         buffer = self._present_buffer(block)
         block.visits.popleft()
-        self._changed.notify_all()
+        self._notify()
         buffer.release()
 
     def _submit_write(self, block: Block, priority: Priority) -> None:
         buffer = self._present_buffer(block)
         block.dirty = False
-        memory = buffer.view[: block.held_bytes]
+        memory = buffer.view[: block.stored_bytes]
         if self._verify:
             block.checksum = zlib.crc32(memory[: block.num_bytes])
         self._writes += 1
-        self._bytes_written += block.held_bytes
+        self._bytes_written += block.stored_bytes
         self._submit(block, Direction.WRITE, memory, priority, self._written)
 
     def _submit(
@@ -410,26 +541,33 @@ class BlockStore:
                 return
             buffer.label = block.name
             visit.buffer = buffer
-            if block.has_content and block.home is Home.NVME and self._error is None:
+            # What is to leave again at once, and nobody holds, need not be read.
+            wanted = visit.turns > 0 or not visit.evicting
+            self._notify()
+            if block.has_content and block.home is Home.NVME and self._error is None and wanted:
                 visit.residence = Residence.READING
                 self._reads += 1
-                self._bytes_read += block.held_bytes
-                self._submit(block, Direction.READ, buffer.view[: block.held_bytes], block.priority, self._arrived)
+                self._bytes_read += block.stored_bytes
+                self._submit(block, Direction.READ, buffer.view[: block.stored_bytes], block.priority, self._arrived)
                 return
             visit.residence = Residence.PRESENT
             self._continue_eviction(block)
-            self._changed.notify_all()
 
     def _merge(self, block: Block, visit: Visit) -> None:
-        """A later visit's turn has come and the present one has not left yet: then it need not."""
+        """A later visit's turn has come and the one before it has not left yet: then it need not.
+
+        The one before it is not always the present one: two threads may tell of two visits in the wrong order.
+        """
+        before = block.visits[block.visits.index(visit) - 1]
         block.visits.remove(visit)
         visit.residence = Residence.PRESENT
-        present = block.visits[0]
-        present.evicting = visit.evicting
-        present.holds += visit.holds
-        present.expired |= visit.expired
+        before.evicting = visit.evicting
+        before.turns += visit.turns
+        for turn in block.turns:
+            if turn.visit is visit:
+                turn.visit = before
+        self._notify()
         self._continue_eviction(block)
-        self._changed.notify_all()
 
     def _arrived(self, block: Block, error: BaseException | None) -> None:
         buffer = block.visits[0].buffer
@@ -451,8 +589,10 @@ class BlockStore:
         block.ticket = None
         self._in_flight -= 1
         if error is not None and self._error is None:
-            self._error = error
-        self._changed.notify_all()
+            # Transfers that were given up because another one failed may be told first: who failed is in their cause.
+            first = error.__cause__ if isinstance(error, EngineClosedError) else None
+            self._error = error if first is None else first
+        self._notify()
 
     def _corruption(self, block: Block, found: int) -> CorruptionError:
         where = self.engine.describe(block.offset) if self.engine is not None and block.offset is not None else "?"
@@ -464,22 +604,58 @@ class BlockStore:
 
     # ------------------------------------------------------------------ waiting
 
-    def _wait(self, block: Block, condition: Callable[[Block], bool]) -> None:
-        idle_since: float | None = None
+    @contextmanager
+    def _using(self, block: Block) -> Iterator[torch.Tensor]:
+        thread = threading.get_ident()
+        with self._changed:
+            # No lease: the turn already keeps the buffer, and a worker's view must not count as a user's tensor.
+            memory = torch.frombuffer(self._present_buffer(block).view, dtype=torch.uint8)[: block.num_bytes]
+            self._busy[thread] += 1
+        try:
+            yield memory
+        finally:
+            with self._changed:
+                self._busy -= Counter({thread: 1})
+
+    def _wait(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool = False) -> None:
+        """Wait for `condition`; `unless_failed`: return after an error of the store instead of raising it."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._waiting[thread] += 1
+        try:
+            self._poll(block, condition, unless_failed=unless_failed)
+        finally:
+            with self._changed:
+                self._waiting -= Counter({thread: 1})
+
+    def _poll(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool) -> None:
+        idle_since, last_event = time.monotonic(), -1
         while True:
             self.pool.collect()
             with self._changed:
+                if unless_failed and self._error is not None:
+                    return
                 self._check()
                 if condition(block):
                     return
+                if not block.visits:
+                    raise UsageError(
+                        f"block {block.name!r} is waited for, but it was not fetched (or was evicted since)"
+                    )
                 block.priority = Priority.DEMANDED
                 if block.ticket is not None:
                     block.ticket.raise_priority(Priority.DEMANDED)
                 self._changed.wait(_POLL_SECONDS)
-                idle = block.residence is Residence.QUEUED and not self._in_flight and not self._num_holds
-            idle_since = (idle_since or time.monotonic()) if idle else None
-            if idle_since is not None and time.monotonic() - idle_since > _STUCK_SECONDS:
+                if last_event != self._num_events or not self._is_stuck(block):
+                    idle_since, last_event = time.monotonic(), self._num_events
+                patience = _STUCK_WHILE_HELD_SECONDS if self._num_turns else _STUCK_SECONDS
+            if time.monotonic() - idle_since > patience:
                 raise self._exhausted(block)
+
+    def _is_stuck(self, block: Block) -> bool:
+        """Whether `block` waits for room and nothing that could give it some is under way."""
+        queued = any(visit.residence is Residence.QUEUED for visit in block.visits)
+        return queued and not self._in_flight and all(thread in self._waiting for thread in self._busy)
 
     def _exhausted(self, block: Block) -> CapacityError:
         holders = sorted(self.pool.holders(), key=lambda h: -h[1])[:8]

@@ -34,18 +34,25 @@ class Ticket(Protocol):
     """One submitted transfer."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer is complete; raise what it failed with. Raises it to DEMANDED first."""
+        """Return when the transfer is complete and its callbacks have run; raise what it failed with.
 
-    def done(self) -> bool: ...
+        Raises it to DEMANDED first. After `timeout` seconds: TimeoutError, and the transfer goes on.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
 
     def raise_priority(self, priority: Priority) -> None:
         """Let it overtake from here on; never lowers."""
 
     def cancel(self) -> bool:
-        """Take it back if no byte of it has started; False if it is too late."""
+        """Take it back if no byte of it has started (`wait` then raises CancelledError); False if it is too late."""
 
     def add_done_callback(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Call `callback(error)` once, on the completing thread, with no engine lock held (at once if done)."""
+        """Call `callback(error)` once, on the completing thread, with no engine lock held (at once if done).
+
+        It must not wait for another transfer. An exception in it stops the engine.
+        """
 
 
 @dataclass(frozen=True, slots=True)

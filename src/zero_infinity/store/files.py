@@ -65,11 +65,11 @@ class FileDevice:
         grown: list[tuple[SwapFile, int]] = []
         try:
             for index, file in enumerate(self._files):
-                size = self._file_size(index, capacity)
-                if size > file.size:
-                    grown.append((file, file.size))
-                    file.grow(size)
-        except (StorageError, RuntimeWarning):
+                old, new = file.size, self._file_size(index, capacity)
+                if new > old:
+                    file.grow(new)
+                    grown.append((file, old))
+        except (StorageError, RuntimeWarning):  # the latter where a filter makes it an error
             for file, size in grown:
                 file.cut(size)
             raise

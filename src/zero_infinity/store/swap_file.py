@@ -119,15 +119,15 @@ class SwapFile:
         # A file system of no blocks at all (ramfs, some network ones) does not say how much it holds.
         if size - self._size > free and os.fstatvfs(self._fd).f_blocks:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.ftruncate(self._fd, size)
         if self._reserves:
             self._reserves = False
-            warnings.warn(
+            warnings.warn(  # before anything changes: a filter may make it an error
                 f"nvme={self.directory!r}: this file system cannot reserve space (fallocate), so if something else "
                 f"fills it, training stops with 'No space left on device'. A local ext4, XFS or btrfs avoids it",
                 RuntimeWarning,
                 stacklevel=4,
             )
+        os.ftruncate(self._fd, size)
 
 
 def _open_nameless(directory: str) -> int:

@@ -214,10 +214,10 @@ class TransferQueue:
 
     def _pick(self) -> tuple[Transfer, int] | None:
         while self._heap:
-            priority, _, transfer = self._heap[0]
+            _, _, transfer = self._heap[0]
             index = transfer.next_request
-            if priority != transfer.priority or index == len(transfer.requests):
-                heappop(self._heap)  # an entry left behind by a raise, or by the last request of the transfer
+            if index == len(transfer.requests):
+                heappop(self._heap)  # all taken; or cancelled; or an old entry of one that was raised
                 continue
             transfer.next_request = index + 1
             transfer.in_flight += 1

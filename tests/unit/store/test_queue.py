@@ -457,10 +457,8 @@ def test_an_exception_in_a_callback_stops_the_engine_and_is_logged(
 def test_nothing_refers_to_the_memory_once_the_ticket_is_done(make: Callable[..., Bench]) -> None:
     bench = make(held=False, num_threads=2)
     memory = mmap.mmap(-1, 4 * PAGE)
-    view = memoryview(memory)
-    ticket = bench.engine.submit(WRITE, view, 0, PREFETCH)
+    ticket = bench.engine.submit(WRITE, memoryview(memory), 0, PREFETCH)
     ticket.wait(SECONDS)
-    view.release()
     memory.close()  # raises BufferError while any view is alive, in a ticket or in a sleeping worker
 
 
@@ -517,9 +515,16 @@ def test_close_finishes_what_runs_fails_what_waits_and_gives_everything_back(mak
 def test_an_engine_closed_by_its_own_callback_does_not_wait_for_itself(make: Callable[..., Bench]) -> None:
     bench = make(num_threads=2)
     ticket = bench.submit(READ, 0)
-    ticket.add_done_callback(lambda error: bench.engine.close())
+    returned: list[bool] = []
+
+    def callback(error: BaseException | None) -> None:
+        bench.engine.close()
+        returned.append(True)
+
+    ticket.add_done_callback(callback)
     bench.gate.set()
     ticket.wait(SECONDS)
+    assert returned == [True]
     wait_until(lambda: bench.device.closed)
 
 

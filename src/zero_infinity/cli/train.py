@@ -1,0 +1,202 @@
+"""`zero-infinity train`: its options, and what they make together. The loop itself is `cli.training`.
+
+Imports no torch before the command runs, so that --help and a mistake in the options answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from zero_infinity.cli import interruption
+from zero_infinity.cli.progress import choose
+from zero_infinity.config import Config
+from zero_infinity.errors import ConfigError
+from zero_infinity.workload.presets import PRESETS, Shape, preset
+
+if TYPE_CHECKING:
+    from zero_infinity.cli.training import Job
+
+DEFAULT_PRESET = "25M"
+DTYPES = ("float32", "bfloat16", "float16")
+# Optimizers that work element by element, with a learning rate that suits them.
+OPTIMIZERS = {
+    "adamw": 1e-3,
+    "adam": 1e-3,
+    "sgd": 0.1,
+    "adagrad": 1e-2,
+    "rmsprop": 3e-4,
+    "adamax": 2e-3,
+    "nadam": 1e-3,
+    "radam": 1e-3,
+    "adadelta": 1.0,
+}
+SWAP_PREFIX = ".zero-infinity-swap-"
+
+EPILOG = """\
+examples:
+  zero-infinity train --preset 125M --memory 256MiB --steps 20
+  zero-infinity train --layers 4 --hidden 256 --heads 4 --seq 128 --data src docs/guide.md --nvme /mnt/nvme
+  zero-infinity train --hf config.json --memory 4GiB --nvme /mnt/a /mnt/b --optimizer sgd --json
+
+Ctrl-C (or SIGTERM) finishes the step, prints the summary and removes the swap space; a second one stops at once.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model whose states are larger than memory",
+        description="Train a byte-level GPT, or a model from a Hugging Face config, on text, within a memory budget.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default {DEFAULT_PRESET})")
+    for name, text in (("layers", "blocks"), ("hidden", "width"), ("heads", "attention heads"), ("seq", "bytes seen")):
+        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}; in place of the preset's")
+    model.add_argument("--tied", action="store_true", help="the head shares the embedding's matrix")
+    model.add_argument("--hf", type=Path, metavar="CONFIG_JSON", help="a Hugging Face causal model, random weights")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
+                          "(default: the source of Python's standard library)")  # fmt: skip
+    training.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences at once (default 4)")
+    training.add_argument("--accumulate", type=_positive, metavar="N", help="batches a step (default 1)")
+    training.add_argument("--steps", type=_positive, default=100, metavar="N", help="(default 100)")
+    training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default adamw)")
+    training.add_argument("--lr", type=_rate, metavar="RATE", help="learning rate (default: by optimizer)")
+    training.add_argument("--warmup", type=_count, default=10, metavar="N", help="steps until it is full (default 10)")
+    training.add_argument("--max-grad-norm", type=_rate, metavar="NORM", help="clip the gradients' global norm")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+
+    places = parser.add_argument_group("where the states live")
+    places.add_argument(
+        "--memory", metavar="SIZE", help='of RAM for the engine, "256MiB" (default: 70%% of what is free)'
+    )
+    places.add_argument("--nvme", nargs="+", metavar="DIR", help='drives to put the rest on; "none": RAM only '
+                        "(default: a directory made here and removed at the end)")  # fmt: skip
+    places.add_argument("--param-dtype", choices=DTYPES, help="how parameters are stored (default: as they are)")
+    places.add_argument("--verify", action="store_true", default=None, help="checksum what comes back from the drive")
+    places.add_argument("--config", type=Path, metavar="FILE", help="zi.Config in .json or .toml; options come first")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="a JSON object a line: each step, then the summary")
+    output.add_argument("--log-every", type=_positive, metavar="N", help="steps from line to line (default: 20 lines)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    model = _model(args)
+    with interruption.watched() as watch:
+        with _swap_space(args) as config:
+            from zero_infinity.cli.training import train
+
+            progress = choose(as_json=args.json, every=args.log_every or max(1, args.steps // 20))
+            summary = train(_job(args, model), config, watch, progress)
+        if args.json:
+            summary.print_json()
+        else:
+            summary.print(Console())
+        if watch.requested:
+            print(f"stopped by {watch.name} after step {summary.steps} of {args.steps}", file=sys.stderr)
+        return watch.exit_code
+
+
+def _job(args: argparse.Namespace, model: Shape | Path) -> Job:
+    from zero_infinity.cli.training import Job
+
+    return Job(
+        model=model,
+        seq=args.seq,
+        batch=args.batch,
+        steps=args.steps,
+        optimizer=args.optimizer,
+        lr=OPTIMIZERS[args.optimizer] if args.lr is None else args.lr,
+        warmup=args.warmup,
+        seed=args.seed,
+        data=tuple(args.data),
+    )
+
+
+def _model(args: argparse.Namespace) -> Shape | Path:
+    if args.hf is None:
+        shape = {name: value for name in ("layers", "hidden", "heads", "seq") if (value := getattr(args, name))}
+        return replace(preset(args.preset or DEFAULT_PRESET), **shape, tied=args.tied)
+    given = [name for name in ("preset", "layers", "hidden", "heads", "tied") if getattr(args, name)]
+    if given:
+        raise ConfigError(f"--hf takes the model's shape from {args.hf}; leave out --{', --'.join(given)}")
+    config: Path = args.hf
+    return config
+
+
+@contextmanager
+def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
+    """The settings, with a private directory for swap that is removed at the end when none was named."""
+    config = _config(args)
+    if config.nvme or args.nvme is not None:
+        yield config
+        return
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=".")
+    except OSError as error:
+        raise ConfigError(
+            f"no swap directory can be made in {Path.cwd()}: {error.strerror}\n"
+            "  fix:   --nvme DIR on a drive, or --nvme none for RAM only"
+        ) from None
+    with directory as path:
+        yield config.replace(nvme=path)
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """The file's settings, and the options over them."""
+    options = {
+        "memory": args.memory,
+        "param_dtype": args.param_dtype,
+        "gradient_accumulation_steps": args.accumulate,
+        "max_grad_norm": args.max_grad_norm,
+        "verify": args.verify,
+    }
+    changes: dict[str, object] = {name: value for name, value in options.items() if value is not None}
+    if args.nvme is not None:
+        changes["nvme"] = None if args.nvme == ["none"] else args.nvme
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = (Config.from_file(args.config) if args.config else Config()).replace(**changes)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    return config
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return number
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return number

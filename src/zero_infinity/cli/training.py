@@ -1,0 +1,172 @@
+"""The training loop of `zero-infinity train`: an ordinary PyTorch loop over a prepared model.
+
+Owns the order of things (data, model, optimizer, prepare, steps, summary) and the measurement. What was asked for
+comes as a `Job`; who shows it is a `Progress`.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from zero_infinity import api
+from zero_infinity.cli.interruption import Interruption
+from zero_infinity.cli.progress import Progress, Step
+from zero_infinity.cli.summary import Summary, summarize
+from zero_infinity.config import Config
+from zero_infinity.errors import UsageError
+from zero_infinity.runtime.stats import Stats
+from zero_infinity.units import format_bytes, format_count
+from zero_infinity.workload import hugging_face, text
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
+
+_DEFAULT_SEQ = 256  # of a Hugging Face model
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be trained, on what, and how."""
+
+    model: Shape | Path  # the built-in model, or a Hugging Face config
+    seq: int | None
+    batch: int
+    steps: int
+    optimizer: str
+    lr: float
+    warmup: int
+    seed: int
+    data: tuple[Path, ...]  # empty: the standard library's source
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    seq: int
+
+
+def train(job: Job, config: Config, interruption: Interruption, progress: Progress) -> Summary:
+    """Train; returns after the last step, or after the one in which a signal came."""
+    workload = _workload(job)
+    corpus = text.collect(job.data) if job.data else text.standard_library()
+    batches = text.ByteBatches(corpus, job.batch, workload.seq, job.seed)
+    torch.manual_seed(job.seed)
+    with build_context(config):
+        model = workload.build()
+    model, optimizer = api.prepare(model, make_optimizer(job.optimizer, model, job.lr), config)
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (job.warmup + 1)))
+    before = api.stats(model)
+    progress.say(
+        f"{format_count(before.num_parameters)} parameters, {format_bytes(before.state_bytes)} of states, "
+        f"{format_bytes(before.memory_budget)} of memory; {format_bytes(corpus.num_bytes)} of text"
+    )
+    num_batches = config.gradient_accumulation_steps
+    tokens_per_step = num_batches * job.batch * workload.seq
+    losses: list[float] = []
+    started = time.perf_counter()
+    meter = _Meter(before, started, job.steps, tokens_per_step)
+    with interruption.deferred(), progress.live():
+        while len(losses) < job.steps and not interruption.requested:
+            loss = 0.0
+            for _ in range(num_batches):
+                inputs, targets = next(batches)
+                part = workload.loss(model, inputs, targets) / num_batches
+                part.backward()
+                loss += part.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            _check_loss(loss, len(losses) + 1, job.lr)
+            losses.append(loss)
+            progress.show(meter.measure(len(losses), loss, api.stats(model)))
+        after = _settled(model)
+    return summarize(
+        before,
+        after,
+        losses=tuple(losses),
+        tokens=len(losses) * tokens_per_step,
+        seconds=time.perf_counter() - started,
+        process_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        interrupted_by=interruption.name if interruption.requested else None,
+    )
+
+
+def build_context(config: Config) -> AbstractContextManager[object]:
+    """Where a model is constructed: in memory. The one place to change for models that do not fit in it."""
+    init: Callable[[Config], AbstractContextManager[object]] | None = getattr(api, "init", None)
+    return nullcontext() if init is None else init(config)
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
+    """One of `torch.optim`, by its name in lower case; fused where it can be, which is 14 times as fast on a CPU."""
+    fused = {"fused": True} if name in ("adamw", "adam", "sgd", "adagrad") else {}
+    momentum = {"momentum": _MOMENTUM} if name == "sgd" else {}
+    kind = {known.lower(): known for known in dir(torch.optim)}[name]
+    optimizer: Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr, **fused, **momentum)
+    return optimizer
+
+
+class _Meter:
+    """Makes a `Step` out of the engine's figures and those of the step before."""
+
+    def __init__(self, stats: Stats, now: float, steps: int, tokens: int) -> None:
+        self._stats = stats
+        self._now = now
+        self._steps = steps
+        self._tokens = tokens
+        self._recent: list[float] = []
+
+    def measure(self, number: int, loss: float, stats: Stats) -> Step:
+        before, self._stats = self._stats, stats
+        then, self._now = self._now, time.perf_counter()
+        seconds = self._now - then
+        self._recent = [*self._recent[-9:], seconds]
+        return Step(
+            step=number,
+            steps=self._steps,
+            loss=loss,
+            seconds=seconds,
+            tokens_per_second=self._tokens / seconds,
+            memory_held=stats.memory_held,
+            memory_budget=stats.memory_budget,
+            read_bytes_per_second=(stats.bytes_read - before.bytes_read) / seconds,
+            write_bytes_per_second=(stats.bytes_written - before.bytes_written) / seconds,
+            wait_fraction=(stats.waited_seconds - before.waited_seconds) / seconds,
+            seconds_left=(self._steps - number) * sum(self._recent) / len(self._recent),
+        )
+
+
+def _workload(job: Job) -> _Workload:
+    if isinstance(job.model, Shape):
+        shape = job.model
+        return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
+    config = hugging_face.read_config(job.model)
+    limit = config.max_seq
+    seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
+    if limit is not None and seq > limit:
+        raise UsageError(f"--seq is {seq}, but {job.model} has positions for {limit}\n  fix:   --seq {limit}")
+    return _Workload(config.build, lambda model, inputs, _: hugging_face.loss_of(model, inputs), seq)
+
+
+def _check_loss(loss: float, step: int, lr: float) -> None:
+    if not math.isfinite(loss):
+        raise UsageError(f"the loss is {loss} at step {step}: training has diverged\n  fix:   --lr {lr / 10:g}")
+
+
+def _settled(model: nn.Module) -> Stats:
+    """The figures after the updates that the last step left to the worker."""
+    while (stats := api.stats(model)).pending_updates:
+        time.sleep(0.002)
+    return stats

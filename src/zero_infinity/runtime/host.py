@@ -1,0 +1,114 @@
+"""Parameters in blocks: everything that is needed to show and to park them, and nothing of training.
+
+A host exists from `zi.init` on, while the model is still being built, or from `zi.prepare`. It owns the memory, the
+files and the policy's executor; training adds records, gradients and a worker on top.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from zero_infinity.config import Config
+from zero_infinity.runtime import parked
+from zero_infinity.runtime.exposure import Exposure
+from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.sources import HostSource, Source
+from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.store.blocks import BlockStore, Home
+from zero_infinity.store.buffers import BufferPool
+from zero_infinity.store.files import FileDevice
+from zero_infinity.store.queue import QueuedEngine
+
+# Fetching ahead needs an order, and there is none before training.
+_NO_LOOKAHEAD = 0
+
+
+class Training(Protocol):
+    """What is done with the parameters beyond holding them."""
+
+    def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:
+        """Inside, retained gradients are on the parameters; what is changed is kept."""
+
+    def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip the gradients at the coming step; returns their norm."""
+
+
+class ParameterHost:
+    """The store of one model's parameters."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        pool = BufferPool(config.memory_budget())
+        engine = QueuedEngine(FileDevice(config.nvme)) if config.nvme else None
+        self.store = BlockStore(pool, engine, verify=config.verify)
+        self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD)
+        self.source: Source = HostSource(self.residency)
+        self.exposure = HostedExposure(self)
+        self.training: Training | None = None  # set when the model is prepared
+        # What to close, last opened first, when nobody can use the parameters any more.
+        self.closers: list[Callable[[], None]] = [self.store.close]
+        weakref.finalize(self, _close, self.closers)
+
+    def add(self, unit: Unit, home: Home) -> None:
+        """Give a unit its block, without content."""
+        unit.block = self.store.create(unit.name, unit.num_bytes, home)
+        self.residency.add(unit.block)
+        unit.source = self.source
+
+    def move_in(self, unit: Unit) -> None:
+        """Copy the values of a unit's parameters into its block and park them."""
+        block = unit.the_block()
+        self.residency.access(block)
+        self.residency.wait(block)
+        with self.store.changing(block) as memory, self.residency.pinned(block), torch.no_grad():
+            flat = memory.view(unit.dtype)
+            for managed in unit.parameters:
+                managed.of(flat).copy_(managed.parameter.detach())
+        self.store.mark_dirty(block)
+        for managed in unit.parameters:
+            parked.adopt(managed, self.exposure)
+            parked.park(managed)
+
+    def drop(self, unit: Unit) -> None:
+        """A unit that no parameter lives in any more."""
+        block = unit.the_block()
+        self.residency.expire(block)
+        self.store.drop(block)
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+        """Show values in full; changes are kept."""
+        gradients = self.training.showing_gradients(parameters) if self.training is not None else nullcontext()
+        with self.exposure.exposed(parameters), gradients:
+            try:
+                yield
+            finally:
+                for managed in parameters:
+                    # Changes through .data or numpy leave no trace: take it that there were some.
+                    self.exposure.keep(managed)
+
+
+class HostedExposure(Exposure):
+    """The exposure of a host's parameters, by which they find their host."""
+
+    def __init__(self, host: ParameterHost) -> None:
+        super().__init__()
+        self.host = host
+
+
+def host_of(managed: ManagedParameter) -> ParameterHost:
+    """The host that a parameter lives in."""
+    exposer = parked.exposer_of(managed)
+    if not isinstance(exposer, HostedExposure):
+        raise TypeError(f"parameter {managed.name!r} is exposed by {type(exposer).__name__}")
+    return exposer.host
+
+
+def _close(closers: list[Callable[[], None]]) -> None:
+    while closers:
+        closers.pop()()

@@ -1,0 +1,85 @@
+"""Reads and writes the states in optimizer records from outside the update: state dicts, master copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zero_infinity.errors import UsageError
+from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
+from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.unit import ManagedParameter, Unit
+
+
+class RecordKeeper:
+    """Access to records between steps, on the computing thread."""
+
+    def __init__(self, residency: Residency, records: dict[Unit, Record]) -> None:
+        self._residency = residency
+        self._records = records
+
+    def read_state(self, parameter: ManagedParameter) -> dict[str, Any] | None:
+        """The parameter's optimizer state, as the plain optimizer has it; None if there is none yet."""
+        record = self._records[parameter.unit]
+        if parameter not in record.started:
+            return None
+        state: dict[str, Any] = dict(record.scalars[parameter])
+        for name in record.state_names[parameter]:
+            flat = torch.empty(parameter.num_elements, dtype=record.dtype)
+            for _, segment, slot in self._slots(parameter, name):
+                flat[segment.start : segment.stop] = slot
+            state[name] = flat.as_strided(parameter.shape, parameter.stride)
+        return state
+
+    def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
+        """Take over a state of the plain optimizer."""
+        record = self._records[parameter.unit]
+        names = record.state_names[parameter]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise UsageError(f"the optimizer state of {parameter.name!r} lacks {missing}: it is another optimizer's")
+        for name in names:
+            self._write(parameter, name, state[name])
+        record.scalars[parameter] = {name: value for name, value in state.items() if name not in names}
+        record.started.add(parameter)
+
+    def write_master(self, parameter: ManagedParameter, value: torch.Tensor) -> None:
+        """Set the master copy, if the parameter has one."""
+        if self._records[parameter.unit].has_master:
+            self._write(parameter, MASTER, value)
+            parameter.edited = False
+
+    def forget_states(self) -> None:
+        """As if no step had been taken."""
+        for record in self._records.values():
+            record.started.clear()
+            record.scalars.clear()
+
+    def _write(self, parameter: ManagedParameter, name: str, value: torch.Tensor) -> None:
+        flat = parameter.flattened(value.detach())
+        for chunk, segment, slot in self._slots(parameter, name):
+            slot.copy_(flat[segment.start : segment.stop])
+            if chunk.record is not None:
+                self._residency.store.mark_dirty(chunk.record)
+
+    def _slots(self, parameter: ManagedParameter, name: str) -> Iterator[tuple[Chunk, Segment, torch.Tensor]]:
+        """The parts of one slot that belong to the parameter, each valid until the next is asked for."""
+        record = self._records[parameter.unit]
+        for chunk in record.chunks:
+            for segment in chunk.segments:
+                if segment.parameter is parameter and chunk.record is not None:
+                    with self._memory(chunk) as memory:
+                        slot = chunk.slot(memory, name, record.dtype)
+                        yield chunk, segment, slot[segment.offset : segment.offset + segment.stop - segment.start]
+
+    @contextmanager
+    def _memory(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        if chunk.record is None:
+            raise UsageError("this optimizer keeps no state per element")
+        self._residency.access(chunk.record)
+        self._residency.wait(chunk.record)
+        with self._residency.store.changing(chunk.record) as memory, torch.no_grad():
+            yield memory

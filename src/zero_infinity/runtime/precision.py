@@ -1,0 +1,69 @@
+"""Which dtype a parameter is stored, computed and optimized in.
+
+Stored: `param_dtype`, else the parameter's own. Optimized: `optim_dtype`, else float32 for 16-bit storage (a master
+copy) and the stored dtype otherwise. Computed: `compute_dtype`; else, when storage was set to 16 bits, that dtype if
+this machine multiplies matrices in it about as fast as in float32. That is measured, never assumed: on CPUs without
+16-bit instructions it is 100 times slower, and 16 bits then serve storage and transfer only.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+
+from zero_infinity.config import Config
+from zero_infinity.errors import ConfigError
+
+_PROBE_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of one parameter's life."""
+
+    stored: torch.dtype
+    computed: torch.dtype
+    optimized: torch.dtype
+
+
+def precision_of(own: torch.dtype, config: Config, device: torch.device) -> Precision:
+    """The dtypes for a parameter that the user made in `own`."""
+    stored = _dtype(config.param_dtype) or own
+    computed = _dtype(config.compute_dtype) or own
+    if config.compute_dtype is None and config.param_dtype is not None and stored.itemsize < own.itemsize:
+        computed = stored if multiplies_fast(stored, device) else own
+    optimized = _dtype(config.optim_dtype) or (torch.float32 if stored.itemsize < 4 else stored)
+    if optimized.itemsize < stored.itemsize:
+        raise ConfigError(
+            f"optim_dtype={config.optim_dtype!r} is narrower than the {stored} that parameters are stored in: every "
+            f"update would throw bits away\n  fix:   optim_dtype={str(stored).removeprefix('torch.')!r}, or a "
+            "narrower param_dtype"
+        )
+    return Precision(stored, computed, optimized)
+
+
+@functools.cache
+def multiplies_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices are multiplied in `dtype` at no less than half the speed of float32."""
+    return _seconds(dtype, device) <= 2 * _seconds(torch.float32, device)
+
+
+def _seconds(dtype: torch.dtype, device: torch.device) -> float:
+    matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        # .sum().item() waits for an accelerator, too.
+        (matrix @ matrix).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

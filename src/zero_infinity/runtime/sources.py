@@ -1,0 +1,255 @@
+"""Where a module gets a unit's elements from.
+
+`HostSource`: straight from the host's block, no copy; when the model runs on the CPU in the dtype that is stored.
+`ComputeCache`: from a copy at the place of computation (an accelerator, or the CPU in another dtype). The copies are a
+tier of their own above the host's, with their own budget and the same policy; what it fetches is an access to the tier
+below, so each hop runs ahead of the next.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.runtime.accelerator import Memory, Place
+from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.schedule.policy import NoRoomError, Policy
+from zero_infinity.store.extents import round_up
+from zero_infinity.units import format_bytes
+
+
+class Source(Protocol):
+    """Gives units' elements to whoever computes with them."""
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        """The elements in `unit.compute_dtype`; they stay while the tensor or a view lives."""
+
+    def current(self, unit: Unit) -> bool:
+        """Whether what was last acquired is still the unit's value, in memory."""
+
+    def pin(self, unit: Unit) -> None:
+        """Keep it in memory until `unpin`."""
+
+    def unpin(self, unit: Unit) -> None: ...
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """The user has changed the parameter in `flat`, which was acquired: that is its value now."""
+
+    def may_change(self, unit: Unit) -> None:
+        """The user has a tensor through which the value may change, now or later, without a trace."""
+
+    def updated(self, unit: Unit) -> None:
+        """An update of the unit has been submitted: copies are out of date."""
+
+    def end_cycle(self, *, same_order: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostSource:
+    """Units straight from their blocks."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        block = unit.the_block()
+        self._residency.access(block)
+        self._residency.wait(block)
+        return self._residency.store.lease(block)[: unit.num_bytes].view(unit.dtype)
+
+    def current(self, unit: Unit) -> bool:
+        return self._residency.store.ready(unit.the_block())
+
+    def pin(self, unit: Unit) -> None:
+        self._residency.pin(unit.the_block())
+
+    def unpin(self, unit: Unit) -> None:
+        self._residency.unpin(unit.the_block())
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:  # noqa: ARG002 - it is there already
+        self._residency.store.mark_dirty(parameter.unit.the_block())
+
+    def may_change(self, unit: Unit) -> None:
+        self._residency.store.mark_dirty(unit.the_block())
+
+    def updated(self, unit: Unit) -> None:
+        """The update changes the block itself."""
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        """The tier below has its own."""
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+
+class _Copy:
+    """One unit's elements at the place of computation."""
+
+    __slots__ = ("dropped", "error", "make_safe", "memory", "ready", "unit", "written")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.memory: Memory | None = None
+        self.make_safe: Callable[[], None] | None = None
+        self.ready = threading.Event()
+        self.error: BaseException | None = None
+        self.dropped = False
+        self.written = False  # a user's tensor over it may have been written to
+
+    def flat(self) -> torch.Tensor:
+        if self.memory is None:
+            raise RuntimeError(f"the copy of {self.unit.name!r} has no memory")
+        return self.memory.tensor()[: _copy_bytes(self.unit)].view(self.unit.compute_dtype)
+
+
+class ComputeCache:
+    """Copies of units at a place, under a byte budget."""
+
+    def __init__(self, residency: Residency, place: Place, budget: int, lookahead: int) -> None:
+        self.place = place
+        self._residency = residency
+        self._policy = Policy(budget, lookahead, self._in_use)
+        self._units: dict[int, Unit] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._pins: Counter[int] = Counter()
+        self._lock = threading.RLock()
+        self._tasks: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._copier = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
+        self._copier.start()
+
+    def add(self, unit: Unit) -> None:
+        self._units[_key(unit)] = unit
+        self._policy.add(_key(unit), round_up(_copy_bytes(unit)))
+
+    # ------------------------------------------------------------------ the computing thread
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        with self._lock:
+            try:
+                decision = self._policy.access(_key(unit))
+            except NoRoomError as error:
+                raise _no_room(unit, error) from None
+            for key in decision.evict:
+                self._drop(key)
+            for key in decision.fetch:
+                self._fetch(self._units[key])
+            copy = self._copies[_key(unit)]
+        if not copy.ready.is_set():
+            start = time.perf_counter()
+            copy.ready.wait()
+            self._residency.waited_seconds += time.perf_counter() - start
+        if copy.error is not None:
+            raise copy.error
+        if copy.make_safe is not None:
+            copy.make_safe()
+        return copy.flat()
+
+    def current(self, unit: Unit) -> bool:
+        copy = self._copies.get(_key(unit))
+        return copy is not None and copy.ready.is_set()
+
+    def pin(self, unit: Unit) -> None:
+        self._pins[_key(unit)] += 1
+
+    def unpin(self, unit: Unit) -> None:
+        self._pins[_key(unit)] -= 1
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        self._write_home(parameter.unit, flat)
+
+    def may_change(self, unit: Unit) -> None:
+        self._copies[_key(unit)].written = True
+
+    def updated(self, unit: Unit) -> None:
+        with self._lock:
+            self._policy.forget(_key(unit))
+            self._drop(_key(unit))
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        with self._lock:
+            self._policy.end_cycle(same_order=same_order)
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        if threading.current_thread() is not self._copier:
+            self._copier.join()
+        self.place.close()
+
+    def _in_use(self, key: int) -> bool:
+        if self._pins[key]:
+            return True
+        memory = self._copies[key].memory
+        return memory is not None and memory.leases > 0
+
+    def _fetch(self, unit: Unit) -> None:
+        copy = self._copies[_key(unit)] = _Copy(unit)
+        block = unit.the_block()
+        self._residency.access(block)
+        self._residency.store.hold_to_read(block)
+        self._tasks.put(copy)
+
+    def _drop(self, key: int) -> None:
+        copy = self._copies.pop(key, None)
+        if copy is None:
+            return
+        if copy.written:
+            self._write_home(copy.unit, copy.flat())
+        copy.dropped = True
+        if copy.ready.is_set() and copy.memory is not None:
+            copy.memory.release()
+
+    def _write_home(self, unit: Unit, flat: torch.Tensor) -> None:
+        block = unit.the_block()
+        self._residency.access(block)
+        self._residency.wait(block)
+        with self._residency.store.changing(block) as memory:
+            memory[: unit.num_bytes].view(unit.dtype).copy_(self.place.download(flat))
+        self._residency.store.mark_dirty(block)
+
+    # ------------------------------------------------------------------ the copying thread
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        while (copy := self._tasks.get()) is not None:
+            try:
+                self._copy(copy)
+            except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
+                copy.error = error
+            with self._lock:
+                copy.ready.set()
+                if copy.dropped and copy.memory is not None:
+                    copy.memory.release()
+            del copy
+
+    def _copy(self, copy: _Copy) -> None:
+        unit = copy.unit
+        if not copy.dropped:
+            copy.memory = self.place.allocate(_copy_bytes(unit))
+        with self._residency.store.reading(unit.the_block()) as memory, torch.no_grad():
+            if copy.memory is not None:
+                copy.make_safe = self.place.upload(memory[: unit.num_bytes].view(unit.dtype), copy.flat())
+
+
+def _key(unit: Unit) -> int:
+    return unit.the_block().key
+
+
+def _copy_bytes(unit: Unit) -> int:
+    return unit.num_elements * unit.compute_dtype.itemsize
+
+
+def _no_room(unit: Unit, error: NoRoomError) -> CapacityError:
+    return CapacityError(
+        f"{unit.name!r} needs {format_bytes(error.needed)} where it is computed, but the {format_bytes(error.budget)} "
+        f"there are in use by {len(error.in_use)} other units\n"
+        "  fix:   more device_memory (or memory, when computing on the CPU in another dtype)"
+    )

@@ -1,0 +1,51 @@
+"""Every test here: tiny models whose blocks move all the same, one thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Iterator
+
+import pytest
+import torch
+from support.compare import nothing_left
+
+from zero_infinity.runtime import placement
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two workers on two cores; what needs more threads says so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # modules live for ever: the collection after each test need not look at them
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
+    monkeypatch.setattr(placement, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 4096)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: object) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines end with their models. After a failure the traceback may hold a model: then nothing is said."""
+    try:
+        with nothing_left():
+            yield
+    except AssertionError:
+        if not request.node.stash.get(_FAILED, True):
+            raise

@@ -1,0 +1,36 @@
+"""Models of many kinds train bit-identically to plain PyTorch, wherever their states live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.compare import MINIMAL, SETTINGS, Setting, adamw, compare, minimal_memory, training
+from support.models import CASES
+
+import zero_infinity as zi
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_five_steps_are_bit_identical(name: str, setting: Setting, tmp_path: Path) -> None:
+    case = CASES[name]
+    stats = compare(case.make, training(case.batch, case.loss), adamw, setting, tmp_path)
+    assert stats.num_steps == 5
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "tied"])
+def test_one_byte_less_than_the_minimum_is_refused(name: str, tmp_path: Path) -> None:
+    make = CASES[name].make
+    minimum = minimal_memory(make, adamw)
+    model = make()
+    with pytest.raises(zi.CapacityError, match="memory="):
+        zi.prepare(model, adamw(model), zi.Config(memory=minimum - 1, nvme=tmp_path))
+    zi.prepare(model, adamw(model), zi.Config(memory=minimum, nvme=tmp_path))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_that_wait_for_step_stream_too(name: str, tmp_path: Path) -> None:
+    """update="after_backward" retains every gradient in blocks."""
+    case = CASES[name]
+    compare(case.make, training(case.batch, case.loss, num_steps=3), adamw, MINIMAL, tmp_path, update="after_backward")

@@ -1,0 +1,337 @@
+"""Trains a model twice, plain and prepared, and compares every bit.
+
+A test gives a *script*: what a user's training file does with a model and an optimizer. It runs once in plain PyTorch and
+once prepared, from the same seeds. Everything that it logs, every weight and buffer and the optimizer's `state_dict()`
+at the end must be the same bits; the first difference is a `Divergence` that names it.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import zero_infinity as zi
+from zero_infinity.runtime import engine as engine_module
+from zero_infinity.runtime import parked, placement
+
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Prepared = tuple[nn.Module, Optimizer]
+
+
+class Divergence(AssertionError):
+    """The prepared run differs from the plain one."""
+
+
+class Budget(enum.Enum):
+    """How much memory, measured by the model's states: parameters, gradients and what the optimizer keeps."""
+
+    FITS = "fits"  # four times the states
+    HALF = "half"
+    MINIMAL = "minimal"  # the least that prepare accepts
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where the states live."""
+
+    budget: Budget
+    nvme: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.budget.value}-{'nvme' if self.nvme else 'ram'}"
+
+    @property
+    def moves(self) -> bool:
+        """Whether blocks have to travel."""
+        return self.budget is not Budget.FITS
+
+
+FITS_RAM = Setting(Budget.FITS, nvme=False)
+FITS = Setting(Budget.FITS)
+HALF = Setting(Budget.HALF)
+MINIMAL = Setting(Budget.MINIMAL)
+SETTINGS = (FITS_RAM, FITS, HALF, MINIMAL)
+
+
+@dataclass(slots=True)
+class Run:
+    """One of the two trainings, as its script sees it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    prepared: bool
+    logged: list[Any] = field(default_factory=list)
+
+    def log(self, *values: Any) -> None:
+        """Remember copies of these values: they have to be the same in both runs."""
+        self.logged.extend(copied(value) for value in values)
+
+    def step(self, loss: torch.Tensor) -> None:
+        """The usual end of an iteration."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.log(loss)
+
+
+Script = Callable[[Run], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is left of a run when its model is gone."""
+
+    logged: list[Any]
+    weights: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    stats: zi.Stats | None = None
+
+
+# ---------------------------------------------------------------------- the comparison
+
+
+def compare(
+    make: MakeModel,
+    script: Script,
+    optimizer: MakeOptimizer,
+    setting: Setting,
+    directory: Path,
+    *,
+    seed: int = 0,
+    **config: Any,
+) -> zi.Stats:
+    """Run the script plain and prepared; `Divergence` unless they agree in every bit. Returns the engine's numbers."""
+    memory = budget_bytes(make, optimizer, setting)
+    plain = run_plain(make, script, optimizer, seed=seed)
+    settings = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **config)
+    prepared = run_prepared(make, script, optimizer, settings, seed=seed)
+    assert_identical(plain, prepared)
+    assert prepared.stats is not None
+    if setting.moves:
+        assert prepared.stats.bytes_read > 0, "nothing moved: the budget is not tight"
+    return prepared.stats
+
+
+def run_plain(make: MakeModel, script: Script, optimizer: MakeOptimizer, *, seed: int = 0) -> Outcome:
+    torch.manual_seed(seed)
+    model = make()
+    run = Run(model, optimizer(model), prepared=False)
+    torch.manual_seed(seed + 1)
+    script(run)
+    return _outcome(run)
+
+
+def run_prepared(
+    make: MakeModel, script: Script, optimizer: MakeOptimizer, config: zi.Config, *, seed: int = 0
+) -> Outcome:
+    torch.manual_seed(seed)
+    model, streamed = zi.prepare(*_made(make, optimizer), config)
+    run = Run(model, streamed, prepared=True)
+    torch.manual_seed(seed + 1)
+    script(run)
+    outcome = _outcome(run, zi.stats(model))
+    assert_sound(model)
+    return outcome
+
+
+def assert_sound(model: nn.Module) -> None:
+    """What holds between steps: within the budget, and every managed parameter parked."""
+    stats = zi.stats(model)
+    assert stats.memory_peak <= stats.memory_budget
+    assert stats.memory_held <= stats.memory_budget
+    exposed = [name for name, p in model.named_parameters() if parked.managed(p) is not None and not is_parked(p)]
+    assert not exposed, f"left exposed: {exposed}"
+
+
+def is_parked(parameter: torch.Tensor) -> bool:
+    return type(parameter) is parked.ParkedParameter
+
+
+def assert_identical(plain: Outcome, prepared: Outcome) -> None:
+    """`Divergence` at the first difference."""
+    _same("number of logged values", len(plain.logged), len(prepared.logged))
+    for number, (expected, found) in enumerate(zip(plain.logged, prepared.logged, strict=True)):
+        _same(f"logged value {number}", expected, found)
+    _same("weights", plain.weights, prepared.weights)
+    _same("buffers", plain.buffers, prepared.buffers)
+    _same("optimizer.state_dict()", plain.optimizer, prepared.optimizer)
+
+
+def _same(what: str, expected: Any, found: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        _same_tensor(what, expected, found)
+    elif isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or list(expected) != list(found):
+            raise Divergence(f"{what}: keys {list(expected)} became {list(found)}")
+        for key in expected:
+            _same(f"{what}[{key!r}]", expected[key], found[key])
+    elif isinstance(expected, list | tuple):
+        if type(expected) is not type(found) or len(expected) != len(found):
+            raise Divergence(f"{what}: {expected} became {found}")
+        for number, pair in enumerate(zip(expected, found, strict=True)):
+            _same(f"{what}[{number}]", *pair)
+    elif expected != found and not (expected != expected and found != found):
+        raise Divergence(f"{what}: {expected!r} became {found!r}")
+
+
+def _same_tensor(what: str, expected: torch.Tensor, found: Any) -> None:
+    if not isinstance(found, torch.Tensor):
+        raise Divergence(f"{what}: a tensor became {found!r}")
+    kinds = [(t.shape, t.dtype, t.requires_grad) for t in (expected, found)]
+    if kinds[0] != kinds[1]:
+        raise Divergence(f"{what}: {kinds[0]} became {kinds[1]}")
+    if not same_bits(expected, found):
+        different = (expected != found).sum().item()
+        raise Divergence(f"{what}: {different} of {expected.numel()} elements differ: {expected} became {found}")
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Like torch.equal, but a NaN is equal to itself."""
+    return torch.equal(a, b) or (
+        a.dtype.is_floating_point
+        and a.shape == b.shape
+        and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested values that shares nothing with the model. Parked parameters are read by it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad and value.is_floating_point())
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item) for item in value)
+    return value
+
+
+def _outcome(run: Run, stats: zi.Stats | None = None) -> Outcome:
+    model = run.model
+    return Outcome(
+        run.logged,
+        # One at a time: all of them together may not fit.
+        {name: copied(p) for name, p in model.named_parameters(remove_duplicate=False)},
+        {name: copied(b) for name, b in model.named_buffers(remove_duplicate=False)},
+        copied(run.optimizer.state_dict()),
+        stats,
+    )
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+class _Captured(Exception):
+    def __init__(self, sizes: Sequence[placement.UnitSize]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+
+def unit_sizes(make: MakeModel, optimizer: MakeOptimizer) -> Sequence[placement.UnitSize]:
+    """What `prepare` asks `place` to find room for."""
+
+    def capture(sizes: Sequence[placement.UnitSize], *_: Any, **__: Any) -> None:
+        raise _Captured(sizes)
+
+    with mock.patch.object(engine_module, "place", capture):
+        try:
+            zi.prepare(*_made(make, optimizer), zi.Config(memory="1GiB"))
+        except _Captured as captured:
+            return captured.sizes
+    raise AssertionError("prepare did not ask for a placement")
+
+
+def minimal_memory(make: MakeModel, optimizer: MakeOptimizer, *, nvme: bool = True) -> int:
+    """The smallest `memory` that prepare accepts."""
+    return _minimal(unit_sizes(make, optimizer), nvme=nvme)
+
+
+def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting) -> int:
+    """The memory of a setting, for this model."""
+    sizes = unit_sizes(make, optimizer)
+    states = sum(size.total for size in sizes)
+    if setting.budget is Budget.FITS:
+        return 4 * states
+    minimal = _minimal(sizes, nvme=setting.nvme)
+    return max(states // 2, minimal) if setting.budget is Budget.HALF else minimal
+
+
+def _minimal(sizes: Sequence[placement.UnitSize], *, nvme: bool) -> int:
+    def accepted(memory: int) -> bool:
+        try:
+            placement.place(sizes, memory, nvme=nvme)
+        except zi.CapacityError:
+            return False
+        return True
+
+    refused, enough = 0, 2 * sum(size.total for size in sizes) + placement._MIN_CHUNK_BYTES * 4
+    assert accepted(enough)
+    while enough - refused > 1:
+        middle = (refused + enough) // 2
+        if accepted(middle):
+            enough = middle
+        else:
+            refused = middle
+    return enough
+
+
+def _made(make: MakeModel, optimizer: MakeOptimizer) -> Prepared:
+    model = make()
+    return model, optimizer(model)
+
+
+# ---------------------------------------------------------------------- what tests say often
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def training(batch: Callable[[int], Any], loss: Callable[[nn.Module, Any], torch.Tensor], num_steps: int = 5) -> Script:
+    """The ordinary loop: forward, backward, step, zero_grad. Random numbers (dropout) are the same in both runs."""
+
+    def script(run: Run) -> None:
+        for number in range(num_steps):
+            data = batch(number)
+            torch.manual_seed(1000 + number)
+            run.step(loss(run.model, data))
+
+    return script
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+# ---------------------------------------------------------------------- nothing is left behind
+
+
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("zero-infinity")}
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Afterwards, no thread is alive of an engine that was made inside."""
+    before = engine_threads()
+    yield
+    gc.collect()
+    left = engine_threads() - before
+    assert not left, f"threads are left: {sorted(thread.name for thread in left)}"
