@@ -360,7 +360,7 @@ def test_a_terminal_gets_a_bar_and_a_table() -> None:
         "6.2 x the memory budget",
     ):
         assert part in output
-    assert "2.0M steps use it up" in output
+    assert "2M steps use it up" in output
 
 
 def test_elsewhere_plain_or_json() -> None:

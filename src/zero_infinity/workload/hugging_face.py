@@ -65,9 +65,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def _make_settings(path: Path, values: dict[str, Any]) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: it shall ask no server
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, logging
     except ImportError:
         raise ConfigError("hf: transformers is not installed\n  fix:   pip install 'zero-infinity[hf]'") from None
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of tokens that bytes do not have, and the like
     model_type = values["model_type"]
     try:
         settings = AutoConfig.for_model(**values)
