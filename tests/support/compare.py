@@ -174,7 +174,7 @@ def _same(what: str, expected: Any, found: Any) -> None:
     if isinstance(expected, torch.Tensor):
         _same_tensor(what, expected, found)
     elif isinstance(expected, Mapping):
-        if not isinstance(found, Mapping) or list(expected) != list(found):
+        if not isinstance(found, Mapping) or expected.keys() != found.keys():
             raise Divergence(f"{what}: keys {list(expected)} became {list(found)}")
         for key in expected:
             _same(f"{what}[{key!r}]", expected[key], found[key])

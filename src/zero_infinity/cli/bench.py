@@ -1,12 +1,14 @@
-"""`zero-infinity bench`: what this machine can do, one subcommand a resource."""
+"""`zero-infinity bench`: what this machine can do, and what training on it costs; a subcommand each."""
 
 from __future__ import annotations
 
 import argparse
 
-from zero_infinity.cli import bench_io
+from zero_infinity.cli import bench_io, bench_train
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("bench", help="measure what this machine can do")
-    bench_io.add_parser(parser.add_subparsers(dest="resource", metavar="RESOURCE", required=True))
+    resources = parser.add_subparsers(dest="resource", metavar="RESOURCE", required=True)
+    bench_io.add_parser(resources)
+    bench_train.add_parser(resources)

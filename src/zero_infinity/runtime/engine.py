@@ -7,6 +7,7 @@ is collected, or the process ends, threads, memory and swap files go.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -300,6 +301,9 @@ class TrainingEngine:
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take in the states of a plain optimizer's `state_dict()`."""
         self._updater.drain()
+        parameters = [p for group in self.user_optimizer.param_groups for p in group["params"]]
+        for number, state in state_dict["state"].items():
+            self.keeper.check_state(self._managed[parameters[number]], state)
         self.user_optimizer.load_state_dict(state_dict)
         self.keeper.forget_states()
         self._take_states()
@@ -328,14 +332,20 @@ class TrainingEngine:
 
 
 class GradientHook(hooks.Hook):
-    """Called by autograd when a parameter's gradient is there."""
+    """Called by autograd when a parameter's gradient is there.
+
+    Autograd holds it from C++, where the garbage collector does not look: strong references would keep the model for
+    ever.
+    """
 
     def __init__(self, gradients: Gradients, managed: ManagedParameter) -> None:
-        self._gradients = gradients
-        self._managed = managed
+        self._gradients = weakref.ref(gradients)
+        self._managed = weakref.ref(managed)
 
     def __call__(self, _: torch.Tensor) -> None:
-        self._gradients.on_gradient(self._managed)
+        gradients, managed = self._gradients(), self._managed()
+        if gradients is not None and managed is not None:
+            gradients.on_gradient(managed)
 
 
 def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:

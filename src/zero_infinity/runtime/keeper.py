@@ -24,27 +24,36 @@ class RecordKeeper:
     def read_state(self, parameter: ManagedParameter) -> dict[str, Any] | None:
         """The parameter's optimizer state, as the plain optimizer has it; None if there is none yet."""
         record = self._records[parameter.unit]
-        if parameter not in record.started:
-            return None
-        state: dict[str, Any] = dict(record.scalars[parameter])
-        for name in record.state_names[parameter]:
-            flat = torch.empty(parameter.num_elements, dtype=record.dtype)
-            for _, segment, slot in self._slots(parameter, name):
-                flat[segment.start : segment.stop] = slot
-            state[name] = flat.as_strided(parameter.shape, parameter.stride)
-        return state
+        names = record.started.get(parameter)
+        return {name: self._read(parameter, name) for name in names} if names else None
+
+    def _read(self, parameter: ManagedParameter, name: str) -> Any:
+        record = self._records[parameter.unit]
+        if name in record.scalars[parameter]:
+            return record.scalars[parameter][name]
+        flat = torch.empty(parameter.num_elements, dtype=record.dtype)
+        for _, segment, slot in self._slots(parameter, name):
+            flat[segment.start : segment.stop] = slot
+        return flat.as_strided(parameter.shape, parameter.stride)
 
     def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
         """Take over a state of the plain optimizer."""
+        self.check_state(parameter, state)
         record = self._records[parameter.unit]
         names = record.state_names[parameter]
-        missing = [name for name in names if name not in state]
-        if missing:
-            raise UsageError(f"the optimizer state of {parameter.name!r} lacks {missing}: it is another optimizer's")
         for name in names:
             self._write(parameter, name, state[name])
         record.scalars[parameter] = {name: value for name, value in state.items() if name not in names}
-        record.started.add(parameter)
+        record.started[parameter] = tuple(state)
+
+    def check_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
+        """Raise when `state` is not one of this optimizer's."""
+        names = self._records[parameter.unit].state_names[parameter]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise UsageError(
+                f"the state of {parameter.name!r} has {sorted(state)} and lacks {missing}: it is another optimizer's"
+            )
 
     def write_master(self, parameter: ManagedParameter, value: torch.Tensor) -> None:
         """Set the master copy, if the parameter has one."""

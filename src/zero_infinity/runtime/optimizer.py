@@ -38,6 +38,8 @@ class StreamedOptimizer(Optimizer):
                 "  fix:   call loss.backward() yourself, then optimizer.step()"
             )
         self._engine.step()
+        # A scheduler made with the plain optimizer asks it whether it has ever stepped.
+        self._engine.user_optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
         """Forget gradients that were not used. A step has consumed its gradients already."""

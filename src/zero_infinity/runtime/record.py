@@ -62,7 +62,8 @@ class Record:
     state_names: dict[ManagedParameter, tuple[str, ...]]
     chunks: list[Chunk] = field(default_factory=list)
     scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
-    started: set[ManagedParameter] = field(default_factory=set)  # those that have a state by now
+    # Those that have a state by now, with all its names in the optimizer's own order.
+    started: dict[ManagedParameter, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def slots(self) -> tuple[str, ...]:

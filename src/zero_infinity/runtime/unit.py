@@ -27,7 +27,7 @@ ATTRIBUTE = "_zero_infinity"
 GRAIN = 64
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ManagedParameter:
     """One parameter of the user's, and where its elements lie in its unit."""
 

@@ -18,7 +18,7 @@ import torch
 
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.unit import ManagedParameter
-from zero_infinity.runtime.update_rule import Hyperparameters, UpdateRule, copy_scalars, split_state
+from zero_infinity.runtime.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
 from zero_infinity.store.blocks import BlockStore
 
 
@@ -108,22 +108,21 @@ class Updater:
         block = record.unit.the_block()
         try:
             with torch.no_grad():
-                new_scalars = [self._update(job, chunk) for chunk in record.chunks]
+                states = [state for chunk in record.chunks for state in self._update(job, chunk)]
         finally:
             self._store.unhold(block, dirty=True)
-        for scalars in new_scalars:
-            record.scalars.update(scalars)
-        record.started.update(job.gradients)
-        for parameter in job.gradients:
+        for parameter, names, scalars in states:
+            record.started[parameter] = names
+            record.scalars[parameter] = scalars
             parameter.edited = False
         job.done()
 
-    def _update(self, job: Job, chunk: Chunk) -> dict[ManagedParameter, dict[str, object]]:
-        """Update one chunk; returns the new scalars of its parameters (the old ones serve the other chunks)."""
+    def _update(self, job: Job, chunk: Chunk) -> list[tuple[ManagedParameter, tuple[str, ...], Scalars]]:
+        """Update one chunk; returns the names and the new scalars of each state (the old serve the other chunks)."""
         torch.set_num_threads(self._all_threads if self._waited_for else 1)
         record = job.record
         held = [b for b in (chunk.gradient if job.in_blocks else None, chunk.record) if b is not None]
-        scalars: dict[ManagedParameter, dict[str, object]] = {}
+        updated = []
         try:
             with ExitStack() as stack:
                 values = stack.enter_context(self._store.changing(record.unit.the_block())).view(record.unit.dtype)
@@ -133,11 +132,11 @@ class Updater:
                     if segment.parameter in job.gradients:
                         gradient = _gradient_of(job, segment, retained)
                         new = self._update_segment(job, segment, chunk, values, states, gradient)
-                        scalars[segment.parameter] = new
+                        updated.append((segment.parameter, *new))
         finally:
             for block in held:
                 self._store.unhold(block, dirty=block is chunk.record)
-        return scalars
+        return updated
 
     def _update_segment(
         self,
@@ -147,7 +146,7 @@ class Updater:
         values: torch.Tensor,
         states: torch.Tensor | None,
         gradient: torch.Tensor,
-    ) -> dict[str, object]:
+    ) -> tuple[tuple[str, ...], Scalars]:
         record, parameter = job.record, segment.parameter
         first = parameter.offset + segment.start
         stored = values[first : first + segment.stop - segment.start]
@@ -176,7 +175,7 @@ class Updater:
                 slots[name].copy_(tensor)
         if record.has_master:
             stored.copy_(master)
-        return scalars
+        return tuple(result), scalars
 
 
 def _gradient_of(job: Job, segment: Segment, retained: torch.Tensor | None) -> torch.Tensor:

@@ -339,6 +339,7 @@ class BlockStore:
     def read(self, block: Block) -> torch.Tensor:
         """Fetch, wait until those who were to change it are done, and lease. Not for one who holds it himself."""
         with self._changed:
+            self._check()
             if not block.turns:
                 self._check_content(block)
             turn = self._fetch_and_begin(block, Use.READ)
@@ -382,6 +383,9 @@ class BlockStore:
             if self._error is None:
                 self._error = EngineClosedError("the block store is closed")
             self._notify()
+            # Memory must not go while a worker is at it; those that wait have just been told to leave.
+            others = self._busy.keys() - {threading.get_ident()}
+            self._changed.wait_for(lambda: not others & self._busy.keys(), _STUCK_SECONDS)
         if self.engine is not None:
             self.engine.close()
         self.pool.close()
@@ -456,8 +460,8 @@ class BlockStore:
         turn = self._next_turn(block, Use.CHANGE)
         if turn is not None:
             return self._may_use(block, turn)
-        # Without a hold: the thread that decides about evictions needs none.
-        return block.residence is Residence.PRESENT and block.ticket is None and len(block.visits) == 1
+        # The thread that decides about evictions needs no hold, but comes after all who have one.
+        return block.residence is Residence.PRESENT and block.ticket is None and not block.turns
 
     def _may_write(self, block: Block) -> bool:
         idle = block.residence is Residence.PRESENT and block.ticket is None
@@ -465,9 +469,11 @@ class BlockStore:
         return block.dirty and block.home is Home.NVME and idle and not changes
 
     def _is_home(self, block: Block) -> bool:
-        """Whether the home has all that is known; starts the write that is missing as soon as it may."""
+        """Whether the home has all that was and will be changed; starts the write that is missing when it may."""
         if self._may_write(block):
             self._submit_write(block, Priority.DEMANDED)
+        if any(turn.use is Use.CHANGE for turn in block.turns):
+            return False
         return block.home is Home.RAM or (not block.dirty and block.ticket is None)
 
     def _settle(self, block: Block) -> None:
@@ -616,6 +622,7 @@ class BlockStore:
         finally:
             with self._changed:
                 self._busy -= Counter({thread: 1})
+                self._notify()
 
     def _wait(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool = False) -> None:
         """Wait for `condition`; `unless_failed`: return after an error of the store instead of raising it."""

@@ -1,0 +1,269 @@
+"""What `bench train` found: figures out of samples, and the forms in which they are shown.
+
+Owns the statistics, the tables (terminal, plain, Markdown) and the JSON. It starts nothing and measures nothing.
+
+Machines vary from second to second, so wall times are compared within a round only: each step against the plain
+contender's step of the same round. Of these ratios the median is the figure. The minimum is of one lucky round;
+best/best, the ratio of the fastest steps, is what remains when others on the machine are quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from zero_infinity.cli.bench_contender import Contender, Sample
+from zero_infinity.units import format_bytes, format_count, format_seconds
+
+HEADINGS = (
+    *("contender", "budget", "s/step", "ratio", "best/best", "min", "p10-p90", "CPU", "wait"),
+    *("GB read", "written", "peak RSS", "held", "start"),
+)
+_NONE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Of one quantity against the plain contender's, over the rounds."""
+
+    median: float
+    minimum: float
+    p10: float
+    p90: float
+    best: float  # the least value against the plain contender's least value
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One contender's, over the measured rounds. None where there is nothing to compare with."""
+
+    seconds: float  # median
+    wall: Ratios | None
+    cpu: Ratios | None
+    wait_fraction: float
+    read_bytes: float  # a step
+    written_bytes: float
+    others_cores: float  # what the machine was busy with meanwhile, median
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything about one run, as it goes into the JSON file."""
+
+    command: str
+    date: str
+    commit: str | None
+    machine: dict[str, object]
+    race: dict[str, object]
+    warmup: int
+    drain: bool
+    contenders: Sequence[Contender]  # the first is plain PyTorch
+
+    @property
+    def plain(self) -> Contender:
+        return self.contenders[0]
+
+    def measured(self, contender: Contender) -> list[Sample]:
+        return contender.samples[self.warmup :]
+
+    def figures(self, contender: Contender) -> Figures | None:
+        """None when no measured round was reached."""
+        samples, plain = self.measured(contender), self.measured(self.plain)
+        if not samples:
+            return None
+        seconds = sum(s.seconds for s in samples)
+        return Figures(
+            seconds=statistics.median(s.seconds for s in samples),
+            wall=_ratios([s.seconds for s in samples], [s.seconds for s in plain]),
+            cpu=_ratios([s.cpu_seconds for s in samples], [s.cpu_seconds for s in plain]),
+            wait_fraction=sum(s.waited_seconds for s in samples) / seconds,
+            read_bytes=sum(s.bytes_read for s in samples) / len(samples),
+            written_bytes=sum(s.bytes_written for s in samples) / len(samples),
+            others_cores=statistics.median(s.others_cpu_seconds / s.seconds for s in samples),
+        )
+
+    # ------------------------------------------------------------------ exactness
+
+    def differences(self) -> list[str]:
+        """Where a contender's numbers are not the plain contender's, bit for bit; one line each."""
+        lines = []
+        for contender in self.contenders[1:]:
+            pairs = zip(self.plain.samples, contender.samples, strict=False)
+            wrong = [(step, p.loss, s.loss) for step, (p, s) in enumerate(pairs, 1) if _bits(p.loss) != _bits(s.loss)]
+            if wrong:
+                step, expected, found = wrong[0]
+                lines.append(
+                    f"{contender.setting.name}: the loss of step {step} is {found!r}, plain PyTorch's {expected!r} "
+                    f"({len(wrong)} of {len(contender.samples)} steps differ)"
+                )
+            ends = (self.plain.finish_info, contender.finish_info)
+            if ends[0] is not None and ends[1] is not None and ends[0].weights != ends[1].weights and not wrong:
+                lines.append(f"{contender.setting.name}: every loss is equal, but the final weights differ")
+        return lines
+
+    # ------------------------------------------------------------------ forms
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "command": self.command,
+                "date": self.date,
+                "commit": self.commit,
+                "machine": self.machine,
+                "race": self.race,
+                "warmup": self.warmup,
+                "drain": self.drain,
+                "differences": self.differences(),
+                "contenders": [self._contender_json(contender) for contender in self.contenders],
+            }
+        )
+
+    def _contender_json(self, contender: Contender) -> dict[str, object]:
+        figures = self.figures(contender)
+        return {
+            **asdict(contender.setting),
+            "error": contender.error,
+            "start": asdict(contender.start_info) if contender.start_info else None,
+            "finish": asdict(contender.finish_info) if contender.finish_info else None,
+            "figures": asdict(figures) if figures else None,
+            "samples": [asdict(sample) for sample in contender.samples],
+        }
+
+    def caption(self) -> str:
+        """What was run, in a line or two."""
+        found = [f.others_cores for c in self.contenders if (f := self.figures(c)) is not None]
+        start = next((c.start_info for c in self.contenders if c.start_info), None)
+        size = f"{format_count(start.num_parameters)} parameters, " if start else ""
+        race = self.race
+        rounds = max((len(self.measured(c)) for c in self.contenders), default=0)
+        turns = "updates drained in each step's time" if self.drain else "stopped between turns"
+        others = f"; others used {statistics.median(found):.2f} cores" if found else ""
+        return (
+            f"{size}{race['layers']} layers x {race['hidden']}, batch {race['batch']} x {race['seq']}, fp32, AdamW; "
+            f"{rounds} rounds after {self.warmup} of warm-up, {turns}{others}"
+        )
+
+    def verdict(self) -> str:
+        """What can be said of exactness, in a line."""
+        num_steps = [len(c.samples) for c in self.contenders]
+        if not min(num_steps, default=0):
+            return "not every contender took a step: nothing to compare"
+        return f"losses of {min(num_steps)} steps and final weights: equal, bit for bit"
+
+    def rows(self) -> list[list[str]]:
+        return [self._row(contender) for contender in self.contenders]
+
+    def _row(self, contender: Contender) -> list[str]:
+        setting, figures, finish, start = (
+            contender.setting,
+            self.figures(contender),
+            contender.finish_info,
+            contender.start_info,
+        )
+        row = [setting.name, format_bytes(setting.memory) if setting.memory is not None else _NONE]
+        if figures is None:
+            row += [_NONE] * 9
+        else:
+            row += [
+                f"{figures.seconds:.2f}",
+                *_wall_cells(figures.wall),
+                f"{figures.cpu.median:.3f}" if figures.cpu else _NONE,
+                f"{figures.wait_fraction:.1%}",
+                f"{figures.read_bytes / 1e9:.2f}",
+                f"{figures.written_bytes / 1e9:.2f}",
+            ]
+        row.append(format_bytes(finish.peak_rss) if finish else _NONE)
+        row.append(format_bytes(finish.memory_peak) if finish and not setting.is_plain else _NONE)
+        row.append(format_seconds(start.build_seconds + start.prepare_seconds) if start else _NONE)
+        return row
+
+    def errors(self) -> list[str]:
+        return [
+            f"{c.setting.name}: {c.error} (after {len(c.samples)} steps)"
+            for c in self.contenders
+            if c.error is not None
+        ]
+
+    def print(self, console: Console) -> None:
+        """A table on a terminal, aligned lines elsewhere."""
+        if not console.is_terminal:
+            print(f"{self.caption()}\n{_aligned([list(HEADINGS), *self.rows()])}", flush=True)
+        else:
+            table = Table(title=self.caption(), title_justify="left")
+            for number, heading in enumerate(HEADINGS):
+                table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
+            for row in self.rows():
+                table.add_row(*row)
+            console.print(table)
+        for line in self.errors():
+            console.print(f"failed: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        for line in self.differences():
+            console.print(f"not equal: {line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        if not self.differences():
+            console.print(self.verdict(), markup=False, highlight=False, soft_wrap=True)
+
+    def to_markdown(self) -> str:
+        lines = [
+            f"`{self.command}`",
+            f"{self.caption()}. {self.date}, commit {self.commit or 'unknown'}, "
+            + ", ".join(str(value) for value in self.machine.values())
+            + ".",
+            _markdown_table(HEADINGS, self.rows()),
+            "\n".join(self.differences()) or self.verdict() + ".",
+        ]
+        return "\n\n".join(lines + [f"Failed: {line}" for line in self.errors()]) + "\n"
+
+
+def _ratios(values: Sequence[float], plain: Sequence[float]) -> Ratios | None:
+    ratios = [value / base for value, base in zip(values, plain, strict=False) if base > 0]
+    if not ratios:
+        return None
+    return Ratios(
+        median=statistics.median(ratios),
+        minimum=min(ratios),
+        p10=_percentile(ratios, 0.1),
+        p90=_percentile(ratios, 0.9),
+        best=min(values) / min(plain),
+    )
+
+
+def _percentile(values: Iterable[float], part: float) -> float:
+    """Linear between the two nearest."""
+    ordered = sorted(values)
+    place = part * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _wall_cells(wall: Ratios | None) -> list[str]:
+    if wall is None:
+        return [_NONE] * 4
+    return [f"{wall.median:.3f}", f"{wall.best:.3f}", f"{wall.minimum:.3f}", f"{wall.p10:.2f}-{wall.p90:.2f}"]
+
+
+def _bits(value: float) -> bytes:
+    """So that NaN equals NaN, and 0.0 is not -0.0."""
+    return struct.pack("<d", value)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

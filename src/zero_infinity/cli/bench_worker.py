@@ -1,0 +1,171 @@
+"""The process of one contender of `bench train`: builds its model, then takes one step each time it is told to.
+
+Speaks one JSON object a line, on stdin and stdout (see `bench_contender`); whatever else writes to stdout goes to
+stderr. Ends when its parent does. Time is measured here, around the step, so that what the pipes cost is not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_infinity import api
+from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start
+from zero_infinity.config import Config
+from zero_infinity.errors import ZeroInfinityError
+from zero_infinity.runtime.stats import Stats
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
+from zero_infinity.workload.text import ByteBatches, standard_library
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_POLL_SECONDS = 0.0005
+
+
+class Trainer:
+    """An ordinary training loop, one step at a time; plain, or over a prepared model."""
+
+    def __init__(self, race: Race, setting: Setting) -> None:
+        self._config = None if setting.memory is None else Config(memory=setting.memory, nvme=setting.nvme)
+        shape = Shape(race.layers, race.hidden, race.heads, race.seq)
+        batches = ByteBatches(standard_library(), race.batch, race.seq, race.seed)
+        self._batches: list[tuple[Tensor, Tensor]] = [next(batches) for _ in range(race.num_steps)]
+        torch.manual_seed(race.seed)
+        started = time.perf_counter()
+        with self._building():
+            self._model: nn.Module = ByteGPT(shape)
+        built = time.perf_counter()
+        self._optimizer: Optimizer = torch.optim.AdamW(self._model.parameters(), lr=race.lr, fused=True)
+        if self._config is not None:
+            self._model, self._optimizer = api.prepare(self._model, self._optimizer, self._config)
+        self.start = Start(
+            num_parameters=shape.num_parameters,
+            weight_bytes=4 * shape.num_parameters,
+            build_seconds=built - started,
+            prepare_seconds=time.perf_counter() - built,
+            torch=torch.__version__,
+            num_threads=torch.get_num_threads(),
+        )
+
+    def step(self, *, drain: bool) -> Sample:
+        inputs, targets = self._batches.pop(0)
+        before, busy = self._stats(), _machine_cpu_seconds()
+        cpu, wall = time.process_time(), time.perf_counter()
+        loss = self._model(inputs, targets)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        value = loss.item()
+        stepped = time.perf_counter()
+        if drain:
+            self._drain()
+        wall, cpu, drained = time.perf_counter() - wall, time.process_time() - cpu, time.perf_counter() - stepped
+        busy, after = _machine_cpu_seconds() - busy, self._stats()
+        return Sample(
+            seconds=wall,
+            cpu_seconds=cpu,
+            waited_seconds=after.waited_seconds - before.waited_seconds if after and before else 0.0,
+            drain_seconds=drained if drain else 0.0,
+            bytes_read=after.bytes_read - before.bytes_read if after and before else 0,
+            bytes_written=after.bytes_written - before.bytes_written if after and before else 0,
+            others_cpu_seconds=max(0.0, busy - cpu),
+            loss=value,
+        )
+
+    def finish(self) -> Finish:
+        stats, peak = self._stats(), _peak_rss()
+        checksum = 0
+        for parameter in self._model.parameters():
+            with api.gathered(parameter), torch.no_grad():
+                checksum = zlib.crc32(parameter.numpy(), checksum)
+        return Finish(
+            peak_rss=peak,
+            memory_peak=stats.memory_peak if stats else 0,
+            num_deviations=stats.num_deviations if stats else 0,
+            weights=f"{checksum:08x}",
+        )
+
+    def _building(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._config is None else api.init(self._config)
+
+    def _stats(self) -> Stats | None:
+        return None if self._config is None else api.stats(self._model)
+
+    def _drain(self) -> None:
+        """Wait for the updates that `step()` left to the worker."""
+        while (stats := self._stats()) is not None and stats.pending_updates:
+            time.sleep(_POLL_SECONDS)
+
+
+def main() -> int:
+    with _protocol() as (commands, answers):
+
+        def answer(message: dict[str, object]) -> None:
+            print(json.dumps(message), file=answers, flush=True)
+
+        try:
+            order = json.loads(commands.readline())
+            _end_with(order["parent"])
+            trainer = Trainer(Race(**order["race"]), Setting(**order["setting"]))
+            answer(asdict(trainer.start))
+            for line in commands:
+                order = json.loads(line)
+                if order["do"] == "finish":
+                    answer(asdict(trainer.finish()))
+                    return 0
+                answer(asdict(trainer.step(drain=order["drain"])))
+        except Exception as error:  # noqa: BLE001 - it goes into the table
+            kind = "" if isinstance(error, ZeroInfinityError) else f"{type(error).__name__}: "
+            answer({"error": kind + (str(error).strip().splitlines() or ["no message"])[0]})
+            return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _protocol() -> Iterator[tuple[TextIO, TextIO]]:
+    """Commands and answers. From here on descriptor 1 is stderr, so that nobody's print is taken for an answer."""
+    with open(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        yield sys.stdin, answers
+
+
+def _end_with(parent: int) -> None:
+    """Die with the parent, also while stopped; where the kernel cannot do that, the end of stdin has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before
+            os._exit(1)
+
+
+def _machine_cpu_seconds() -> float:
+    """What all processes have used so far; 0 where it is not told."""
+    with contextlib.suppress(OSError):
+        user, nice, system, _, _, irq, soft_irq = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
+        return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _peak_rss() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Every test here: one thread for torch, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from zero_infinity.runtime import placement
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # modules live for ever: the collections below need not look at them
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
+    monkeypatch.setattr(placement, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 4096)

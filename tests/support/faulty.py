@@ -1,0 +1,60 @@
+"""Drives that fail when a test says so: the engine's own device, wrapped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from zero_infinity.runtime import host
+from zero_infinity.store.engine import Direction
+from zero_infinity.store.files import FileDevice
+from zero_infinity.store.memory_device import Request
+
+
+class FaultyDevice(FileDevice):
+    """A real swap file whose requests fail when `fails` says so (set it at any time)."""
+
+    fails: Callable[[Request], bool]
+    made: list[FaultyDevice]
+    error_number = errno.EIO
+
+    def __init__(self, paths: object) -> None:
+        super().__init__(paths)  # type: ignore[arg-type]
+        self.requests: list[Request] = []
+        self.failed: list[Request] = []
+        self._recording = threading.Lock()
+        type(self).made.append(self)
+
+    def read(self, memory: memoryview, offset: int) -> int:
+        self._meet(Direction.READ, memory, offset)
+        return super().read(memory, offset)
+
+    def write(self, memory: memoryview, offset: int) -> int:
+        self._meet(Direction.WRITE, memory, offset)
+        return super().write(memory, offset)
+
+    def _meet(self, direction: Direction, memory: memoryview, offset: int) -> None:
+        with self._recording:
+            request = Request(len(self.requests), direction, offset, len(memory))
+            self.requests.append(request)
+        if type(self).fails(request):
+            self.failed.append(request)
+            raise OSError(self.error_number, os.strerror(self.error_number))
+
+
+def break_device(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Request], bool] = lambda _: False, number: int = errno.EIO
+) -> type[FaultyDevice]:
+    """Engines that are made from now on have such a device; returns its class, where `fails` can be changed."""
+
+    class Broken(FaultyDevice):
+        error_number = number
+
+    Broken.fails = staticmethod(fails)  # type: ignore[assignment]
+    Broken.made = []
+    monkeypatch.setattr(host, "FileDevice", Broken)
+    return Broken
