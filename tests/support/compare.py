@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -334,4 +335,8 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()
     left = engine_threads() - before
+    patience = time.monotonic() + 10  # engines close on a thread of their own
+    while left and time.monotonic() < patience:
+        time.sleep(0.01)
+        left = engine_threads() - before
     assert not left, f"threads are left: {sorted(thread.name for thread in left)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -58,9 +58,21 @@ def all_given_back() -> Iterator[None]:
     """Afterwards there is no thread and no descriptor that was not there before."""
     before = resources()
     yield
+    # A worker that is in the middle of an update ends it first, and the engine with it.
+    wait_until(lambda: resources().threads <= before.threads)
     after = resources()
     assert after.threads <= before.threads
     assert after.descriptors <= before.descriptors
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether it became true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 # ---------------------------------------------------------------------- every change of what a pool holds
@@ -134,5 +146,3 @@ def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     monkeypatch.setattr(memory, "map_pages", map_pages)
     for module in (memory, buffers):
         monkeypatch.setattr(module, "unmap_pages", unmap_pages)
-
-

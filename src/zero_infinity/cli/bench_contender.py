@@ -11,6 +11,7 @@ it was, as it would have without a pause.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -27,6 +28,7 @@ WORKER = (sys.executable, "-m", "zero_infinity.cli.bench_worker")
 
 _STOP_SECONDS = 2.0  # how long a stop may take: a thread that is in a direct transfer stops after it
 _END_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class ContenderError(Exception):
 
 
 class Contender:
-    """The process. Call `start`, then `step` as often as it has steps, then `finish`; `kill` at any time."""
+    """The process. Call `launch`, `start`, then `step` as often as it has steps, then `finish`; `kill` at any time."""
 
     def __init__(self, race: Race, setting: Setting, *, timeout: float, command: Sequence[str] = WORKER) -> None:
         self.setting = setting
@@ -123,7 +125,12 @@ class Contender:
 
     # Each of these notes an error in `error` instead of raising it: the others go on.
 
+    def launch(self) -> None:
+        """Begin the process, which then imports torch; does not wait for that."""
+        self._attempt(self._launch)
+
     def start(self) -> None:
+        """Let it build its model."""
         self._attempt(self._start)
 
     def step(self, *, drain: bool) -> None:
@@ -142,12 +149,14 @@ class Contender:
             self.error = str(error) or type(error).__name__
             self.kill()
 
-    def _start(self) -> None:
-        self._log = tempfile.TemporaryFile()
+    def _launch(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
         # A group of its own: Ctrl-C on the terminal is for the command, which then ends its contenders.
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, process_group=0
         )
+
+    def _start(self) -> None:
         self._say({"race": asdict(self._race), "setting": asdict(self.setting), "parent": os.getpid()})
         self.start_info = Start(**self._hear())
         self._stop()
@@ -245,3 +254,11 @@ class Contender:
         if self._process is None:
             raise ContenderError("it does not run")
         return self._process
+
+
+def end_with(parent: int) -> None:
+    """For the process: die with the parent, also while stopped. Elsewhere than on Linux the end of stdin has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before
+            os._exit(1)

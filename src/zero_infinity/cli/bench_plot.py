@@ -43,6 +43,7 @@ def draw(report: Report, stem: Path) -> list[Path]:
     axes.plot(fractions, [wall.best for _, wall, _ in points], marker="x", linestyle=":", label="best/best")
     axes.set_xscale("log", base=2)
     axes.set_xticks(fractions, [name for _, _, name in points])
+    axes.minorticks_off()
     axes.set_ylim(bottom=min(0.9, *(wall.p10 for _, wall, _ in points)))
     axes.set_xlabel("memory budget, as a part of the states (12 bytes a parameter)")
     axes.set_ylabel("time of a step, plain PyTorch = 1")

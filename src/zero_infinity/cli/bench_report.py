@@ -150,11 +150,11 @@ class Report:
         )
 
     def verdict(self) -> str:
-        """What can be said of exactness, in a line."""
-        num_steps = [len(c.samples) for c in self.contenders]
-        if not min(num_steps, default=0):
-            return "not every contender took a step: nothing to compare"
-        return f"losses of {min(num_steps)} steps and final weights: equal, bit for bit"
+        """What can be said of exactness when nothing differs, in a line."""
+        compared = [len(c.samples) for c in self.contenders if c.samples]
+        if not self.plain.samples or len(compared) < 2:
+            return "no two contenders took a step: nothing to compare"
+        return f"losses of {min(compared)} steps and final weights of {len(compared)} contenders: equal, bit for bit"
 
     def rows(self) -> list[list[str]]:
         return [self._row(contender) for contender in self.contenders]

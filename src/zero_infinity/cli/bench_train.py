@@ -78,15 +78,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     race = _race(args)
-    with interruption.watched() as watch, _swap_directory(args.nvme) as nvme:
+    with interruption.watched(), _swap_directory(args.nvme) as nvme:
         contenders = [
             Contender(race, setting, timeout=args.timeout) for setting in make_settings(args.budgets, race, nvme)
         ]
         machine = _machine(nvme)
         with _progress() as say:
             compete(contenders, race.num_steps, say, drain=args.drain)
-        if watch.requested:
-            return watch.exit_code
     started = next((c.start_info for c in contenders if c.start_info), None)
     if started is not None:
         machine["torch"] = f"torch {started.torch}, {started.num_threads} threads"
@@ -113,6 +111,8 @@ def compete(contenders: Sequence[Contender], num_rounds: int, say: Callable[[str
     """Let everybody take all steps. Whatever ends this, no process is left."""
     try:
         for contender in contenders:
+            contender.launch()
+        for contender in contenders:
             say(f"starting: {contender.setting.name}")
             contender.start()
         for number in range(num_rounds):
@@ -136,7 +136,7 @@ def make_settings(budgets: str, race: Race, nvme: str) -> list[Setting]:
         if budget == "plain":
             setting = Setting("plain again")
         elif budget == "fits":
-            setting = Setting("RAM, fits", int(states * _FITS_FRACTION), None)
+            setting = Setting("RAM, fits", int(states * _FITS_FRACTION), None, _FITS_FRACTION)
         else:
             fraction = _fraction(budget)
             setting = Setting(f"NVMe, {budget}", int(states * fraction), nvme, float(fraction))

@@ -7,10 +7,8 @@ stderr. Ends when its parent does. Time is measured here, around the step, so th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import zlib
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_infinity import api
-from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start
+from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with
 from zero_infinity.config import Config
 from zero_infinity.errors import ZeroInfinityError
 from zero_infinity.runtime.stats import Stats
@@ -33,7 +31,6 @@ from zero_infinity.workload.model import ByteGPT
 from zero_infinity.workload.presets import Shape
 from zero_infinity.workload.text import ByteBatches, standard_library
 
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _POLL_SECONDS = 0.0005
 
 
@@ -92,7 +89,7 @@ class Trainer:
         checksum = 0
         for parameter in self._model.parameters():
             with api.gathered(parameter), torch.no_grad():
-                checksum = zlib.crc32(parameter.numpy(), checksum)
+                checksum = zlib.crc32(parameter.numpy().data, checksum)
         return Finish(
             peak_rss=peak,
             memory_peak=stats.memory_peak if stats else 0,
@@ -120,7 +117,7 @@ def main() -> int:
 
         try:
             order = json.loads(commands.readline())
-            _end_with(order["parent"])
+            end_with(order["parent"])
             trainer = Trainer(Race(**order["race"]), Setting(**order["setting"]))
             answer(asdict(trainer.start))
             for line in commands:
@@ -142,14 +139,6 @@ def _protocol() -> Iterator[tuple[TextIO, TextIO]]:
     with open(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         yield sys.stdin, answers
-
-
-def _end_with(parent: int) -> None:
-    """Die with the parent, also while stopped; where the kernel cannot do that, the end of stdin has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before
-            os._exit(1)
 
 
 def _machine_cpu_seconds() -> float:

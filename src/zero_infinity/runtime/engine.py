@@ -27,7 +27,7 @@ from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
 from zero_infinity.runtime.precision import precision_of
 from zero_infinity.runtime.record import Record, make_chunks, make_record
-from zero_infinity.runtime.sources import ComputeCache
+from zero_infinity.runtime.sources import ComputeCache, check_room
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit
 from zero_infinity.runtime.updater import Updater
@@ -62,6 +62,8 @@ class TrainingEngine:
         self.records = self._make_records()
         self._sizes = [_size(unit, self.records.get(unit)) for unit in self.units]
         copies = 0 if accelerator is not None else _copy_budget(self.units, config.memory_budget())
+        if accelerator is not None:
+            check_room(self.units, config.device_memory or accelerator.budget)
         self.placement = place(self._sizes, config.memory_budget() - copies, nvme=bool(config.nvme))
 
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
@@ -137,7 +139,7 @@ class TrainingEngine:
         where: Place = self._accelerator or CpuPlace(copies)
         budget = copies or self.config.device_memory or where.budget
         cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE))
-        self.host.closers.append(cache.close)
+        self.host.closers.append(cache.copier.close)
         return cache
 
     def _make_chunks(self) -> None:

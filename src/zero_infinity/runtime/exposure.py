@@ -76,9 +76,18 @@ class Exposure:
         with _ordinary_tensors():
             flat = unit.the_source().acquire(unit)
         unit.alive = weakref.ref(flat)
-        storage = flat.untyped_storage()
-        self._storages[storage._cdata] = (weakref.ref(storage), unit)
+        self._remember(flat.untyped_storage(), unit)
         return flat
+
+    def _remember(self, storage: torch.UntypedStorage, unit: Unit) -> None:
+        address, storages = storage._cdata, self._storages
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            # The address may have been used again already, for another unit's storage.
+            if address in storages and storages[address][0] is reference:
+                storages.pop(address, None)
+
+        storages[address] = (weakref.ref(storage, forget), unit)
 
     def expose(self, parameters: Sequence[ManagedParameter]) -> None:
         """Show these parameters their values."""
@@ -200,13 +209,8 @@ class Exposure:
             return None
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)
-        if found is None:
-            return None
-        if found[0]() is not storage:
-            # The address was used again after the unit's storage had died.
-            del self._storages[storage._cdata]
-            return None
-        return Handle(found[1], tensor)
+        # A dead storage's address is used again at once by another tensor.
+        return Handle(found[1], tensor) if found is not None and found[0]() is storage else None
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor that was saved as `handle`."""

@@ -6,6 +6,7 @@ files and the policy's executor; training adds records, gradients and a worker o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,7 +53,7 @@ class ParameterHost:
         self.training: Training | None = None  # set when the model is prepared
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
-        weakref.finalize(self, _close, self.closers)
+        weakref.finalize(self, _close_apart, self.closers)
 
     def add(self, unit: Unit, home: Home) -> None:
         """Give a unit its block, without content."""
@@ -107,6 +108,11 @@ def host_of(managed: ManagedParameter) -> ParameterHost:
     if not isinstance(exposer, HostedExposure):
         raise TypeError(f"parameter {managed.name!r} is exposed by {type(exposer).__name__}")
     return exposer.host
+
+
+def _close_apart(closers: list[Callable[[], None]]) -> None:
+    """Close on a thread of its own: the garbage collector may run in any thread, inside of any lock of ours."""
+    threading.Thread(target=_close, args=(closers,), name="zero-infinity-close", daemon=True).start()
 
 
 def _close(closers: list[Callable[[], None]]) -> None:

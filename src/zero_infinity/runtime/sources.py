@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from zero_infinity.runtime.accelerator import Memory, Place
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.schedule.policy import NoRoomError, Policy
+from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes
 
@@ -50,8 +51,6 @@ class Source(Protocol):
         """An update of the unit has been submitted: copies are out of date."""
 
     def end_cycle(self, *, same_order: bool) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class HostSource:
@@ -87,9 +86,6 @@ class HostSource:
     def end_cycle(self, *, same_order: bool) -> None:
         """The tier below has its own."""
 
-    def close(self) -> None:
-        """Nothing of its own."""
-
 
 class _Copy:
     """One unit's elements at the place of computation."""
@@ -115,16 +111,13 @@ class ComputeCache:
     """Copies of units at a place, under a byte budget."""
 
     def __init__(self, residency: Residency, place: Place, budget: int, lookahead: int) -> None:
-        self.place = place
+        self.copier = Copier(residency.store, place)
         self._residency = residency
         self._policy = Policy(budget, lookahead, self._in_use)
         self._units: dict[int, Unit] = {}
         self._copies: dict[int, _Copy] = {}
         self._pins: Counter[int] = Counter()
         self._lock = threading.RLock()
-        self._tasks: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._copier = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
-        self._copier.start()
 
     def add(self, unit: Unit) -> None:
         self._units[_key(unit)] = unit
@@ -178,12 +171,6 @@ class ComputeCache:
         with self._lock:
             self._policy.end_cycle(same_order=same_order)
 
-    def close(self) -> None:
-        self._tasks.put(None)
-        if threading.current_thread() is not self._copier:
-            self._copier.join()
-        self.place.close()
-
     def _in_use(self, key: int) -> bool:
         if self._pins[key]:
             return True
@@ -195,7 +182,7 @@ class ComputeCache:
         block = unit.the_block()
         self._residency.access(block)
         self._residency.store.hold_to_read(block)
-        self._tasks.put(copy)
+        self.copier.submit(copy)
 
     def _drop(self, key: int) -> None:
         copy = self._copies.pop(key, None)
@@ -203,25 +190,50 @@ class ComputeCache:
             return
         if copy.written:
             self._write_home(copy.unit, copy.flat())
-        copy.dropped = True
-        if copy.ready.is_set() and copy.memory is not None:
-            copy.memory.release()
+        self.copier.drop(copy)
 
     def _write_home(self, unit: Unit, flat: torch.Tensor) -> None:
         block = unit.the_block()
         self._residency.access(block)
         self._residency.wait(block)
         with self._residency.store.changing(block) as memory:
-            memory[: unit.num_bytes].view(unit.dtype).copy_(self.place.download(flat))
+            memory[: unit.num_bytes].view(unit.dtype).copy_(self.copier.place.download(flat))
         self._residency.store.mark_dirty(block)
 
-    # ------------------------------------------------------------------ the copying thread
+
+class Copier:
+    """Makes copies, in order, on a thread of its own. It refers to a unit only while a copy of it is being made."""
+
+    def __init__(self, store: BlockStore, place: Place) -> None:
+        self.place = place
+        self._store = store
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
+        self._thread.start()
+
+    def submit(self, copy: _Copy) -> None:
+        self._tasks.put(copy)
+
+    def drop(self, copy: _Copy) -> None:
+        """Nobody needs the copy any more."""
+        with self._lock:
+            copy.dropped = True
+            if copy.ready.is_set() and copy.memory is not None:
+                copy.memory.release()
+
+    def close(self) -> None:
+        """End the thread after the copy that it makes now."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self.place.close()
 
     def _work(self) -> None:
         torch.set_num_threads(1)
         while (copy := self._tasks.get()) is not None:
             try:
-                self._copy(copy)
+                self._make(copy)
             except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
                 copy.error = error
             with self._lock:
@@ -230,11 +242,11 @@ class ComputeCache:
                     copy.memory.release()
             del copy
 
-    def _copy(self, copy: _Copy) -> None:
+    def _make(self, copy: _Copy) -> None:
         unit = copy.unit
         if not copy.dropped:
             copy.memory = self.place.allocate(_copy_bytes(unit))
-        with self._residency.store.reading(unit.the_block()) as memory, torch.no_grad():
+        with self._store.reading(unit.the_block()) as memory, torch.no_grad():
             if copy.memory is not None:
                 copy.make_safe = self.place.upload(memory[: unit.num_bytes].view(unit.dtype), copy.flat())
 
@@ -245,6 +257,17 @@ def _key(unit: Unit) -> int:
 
 def _copy_bytes(unit: Unit) -> int:
     return unit.num_elements * unit.compute_dtype.itemsize
+
+
+def check_room(units: Iterable[Unit], budget: int) -> None:
+    """Raise when the largest unit does not fit where it is computed."""
+    largest = max(units, key=_copy_bytes, default=None)
+    if largest is not None and round_up(_copy_bytes(largest)) > budget:
+        needed = round_up(_copy_bytes(largest))
+        raise CapacityError(
+            f"{largest.name!r} needs {format_bytes(needed)} of device memory to be used, but device_memory is "
+            f"{format_bytes(budget)}\n  fix:   device_memory={-(-needed // 2**20)}MiB or more"
+        )
 
 
 def _no_room(unit: Unit, error: NoRoomError) -> CapacityError:

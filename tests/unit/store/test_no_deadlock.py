@@ -64,13 +64,13 @@ class Run:
         # The least with which a job can run at all: its whole block and its largest part.
         budget = (sum(sorted(pages)[-2:]) + slack_pages) * PAGE
         delays = random.Random(seed + 1)
-        slowest = self.random.choice([0.0, 0.0005, 0.003])
+        slowest = self.random.choice([0.0, 0.0002, 0.001])
 
         def latency(request: Request) -> float:
             return delays.random() * slowest
 
         def transfer(request: Request) -> int:
-            return max(1, delays.randrange(request.length + 1))
+            return delays.randint(min(1000, request.length), request.length)
 
         self.device = MemoryDevice(latency=latency, transfer=transfer)
         self.engine = QueuedEngine(self.device, self.random.randint(1, 3))
@@ -243,7 +243,7 @@ class Run:
 @pytest.mark.parametrize("slack_pages", [0, 1, 5])
 @pytest.mark.parametrize("group", range(4))
 def test_whoever_keeps_the_sum_within_the_budget_never_deadlocks(group: int, slack_pages: int) -> None:
-    for seed in range(group * 1000, group * 1000 + 12):
+    for seed in range(group * 1000, group * 1000 + 10):
         run = Run(seed, slack_pages=slack_pages, num_decisions=60)
         try:
             run.go()

@@ -1,0 +1,136 @@
+"""Within a real memory limit, by the kernel's own accounting.
+
+The limit is what the process has when torch is imported and warm, plus the engine's budget, plus a stated slack: for
+activations and gradients in flight, Python objects, what malloc keeps (TRAPS 32) and pages of files (TRAPS 33).
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from support.cgroup import Ended, Group, control_group, run_limited
+
+MIB = 1 << 20
+BUDGET = 12 * MIB
+SLACK = 20 * MIB
+HEADROOM = BUDGET + SLACK
+
+# 120 layers of 1 MiB: 120 MiB of parameters and 480 MiB of states with gradients, in 32 MiB.
+_COMMON = f"""
+import zlib
+import torch
+from torch import nn
+import zero_infinity as zi
+
+torch.set_num_threads(1)
+
+def make(depth):
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(depth):
+        layers += [nn.Linear(512, 512), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+def train(model, optimizer, num_steps=3):
+    losses = []
+    for number in range(num_steps):
+        x = torch.randn(8, 512, generator=torch.Generator().manual_seed(number))
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+def checksums(model):
+    return [zlib.crc32(p.detach().numpy()) for p in model.parameters()]
+
+def warm_up(nvme):
+    '''Load what is loaded at the first use: kernels, the backward thread, the optimizer, the engine.'''
+    plain = make(1)
+    train(plain, adamw(plain))
+    config = zi.Config(memory="8MiB", nvme=nvme)
+    with zi.init(config):
+        model = make(1)
+    train(*zi.prepare(model, adamw(model), config))
+"""
+
+_TRAIN = (
+    _COMMON
+    + f"""
+warm_up(NVME)
+used = limit({HEADROOM}) if LIMITED else None
+if STREAMED:
+    config = zi.Config(memory={BUDGET}, nvme=NVME)
+    with zi.init(config):
+        model = make(120)
+    model, optimizer = zi.prepare(model, adamw(model), config)
+else:
+    model = make(120)
+    optimizer = adamw(model)
+losses = train(model, optimizer)
+states = zi.stats(model).state_bytes if STREAMED else None
+report(losses=losses, checksums=checksums(model), used=used, peak=peak_bytes(), states=states)
+"""
+)
+
+_BUILD = (
+    _COMMON
+    + f"""
+warm_up(NVME)
+used = limit({HEADROOM}) if LIMITED else None
+before = anonymous_bytes()
+if STREAMED:
+    with zi.init(zi.Config(memory={BUDGET}, nvme=NVME)):
+        model = make(10 * {HEADROOM} // {MIB})
+else:
+    model = make(10 * {HEADROOM} // {MIB})
+report(checksums=checksums(model), num_bytes=sum(p.nbytes for p in model.parameters()), used=used, peak=peak_bytes(),
+       grown=anonymous_bytes() - before)
+"""
+)
+
+
+def run(group: Group, script: str, directory: Path, *, streamed: bool, limited: bool) -> Ended:
+    values: dict[str, Any] = {"NVME": str(directory), "STREAMED": streamed, "LIMITED": limited}
+    return run_limited(group, "".join(f"{name} = {value!r}\n" for name, value in values.items()) + script)
+
+
+def test_training_within_a_limit_that_kills_plain_pytorch(tmp_path: Path) -> None:
+    with control_group() as group:
+        streamed = run(group, _TRAIN, tmp_path, streamed=True, limited=True)
+        assert streamed.returncode == 0, streamed.output
+        assert streamed.report is not None
+        assert streamed.report["states"] >= 10 * HEADROOM
+        assert group.num_kills() == 0
+    with control_group() as group:
+        killed = run(group, _TRAIN, tmp_path, streamed=False, limited=True)
+        assert killed.returncode == -signal.SIGKILL, killed.output
+        assert group.num_kills() == 1
+    with control_group() as group:
+        plain = run(group, _TRAIN, tmp_path, streamed=False, limited=False)
+        assert plain.report is not None, plain.output
+    for name in ("losses", "checksums"):
+        assert streamed.report[name] == plain.report[name]
+
+
+def test_a_model_ten_times_the_limit_is_built(tmp_path: Path) -> None:
+    with control_group() as group:
+        built = run(group, _BUILD, tmp_path, streamed=True, limited=True)
+        assert built.returncode == 0, built.output
+        assert built.report is not None
+        assert built.report["num_bytes"] >= 10 * HEADROOM
+        assert built.report["grown"] <= HEADROOM
+        assert group.num_kills() == 0
+    with control_group() as group:
+        killed = run(group, _BUILD, tmp_path, streamed=False, limited=True)
+        assert killed.returncode == -signal.SIGKILL, killed.output
+    with control_group() as group:
+        plain = run(group, _BUILD, tmp_path, streamed=False, limited=False)
+        assert plain.report is not None, plain.output
+    assert built.report["checksums"] == plain.report["checksums"]
