@@ -66,7 +66,7 @@ class Start:
     num_parameters: int
     weight_bytes: int
     build_seconds: float  # making the model; with the engine straight into its tiers
-    prepare_seconds: float  # zi.prepare, or making the optimizer
+    prepare_seconds: float  # zi.prepare; nothing for plain PyTorch
     torch: str
     num_threads: int
 
