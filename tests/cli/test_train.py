@@ -335,6 +335,7 @@ def test_a_terminal_gets_a_bar_and_a_table() -> None:
         parameters=25_000_000,
         first_loss=5.5,
         last_loss=2.5,
+        recent_loss=2.6,
         tokens_per_second=500,
         seconds=40,
         state_bytes=300 << 20,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +14,7 @@ from zero_infinity.units import format_bytes, format_count, format_rate, format_
 
 # What a 1 TB consumer drive is warranted for: bytes written in its life (JEDEC's TBW).
 ENDURANCE_BYTES = 600 * 10**12
+RECENT_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Summary:
     parameters: int
     first_loss: float | None
     last_loss: float | None
+    recent_loss: float | None  # the mean of the last `RECENT_STEPS`: batches differ, and one step's loss with them
     tokens_per_second: float
     seconds: float
     state_bytes: int
@@ -84,7 +87,7 @@ class Summary:
     def _rows(self) -> list[tuple[str, str]]:
         rows = [
             ("parameters", f"{format_count(self.parameters)} ({self.parameters:,})"),
-            ("loss", _loss(self.first_loss, self.last_loss)),
+            ("loss", self._loss_row()),
             ("states", f"{format_bytes(self.state_bytes)}: {self.state_ratio:.1f} x the memory budget"),
             ("memory held", f"{format_bytes(self.memory_peak)} at most, of {format_bytes(self.memory_budget)}"),
             ("process", f"{format_bytes(self.process_peak)} resident at most (with torch, activations and the start)"),
@@ -97,6 +100,12 @@ class Summary:
         else:
             rows.append(("NVMe", "nothing moved"))
         return rows
+
+    def _loss_row(self) -> str:
+        if self.first_loss is None or self.recent_loss is None:
+            return "no step was done"
+        recent = min(self.steps, RECENT_STEPS)
+        return f"{self.first_loss:.4f} at first, {self.recent_loss:.4f} on average of the last {recent} steps"
 
     def _drive_rows(self) -> list[tuple[str, str]]:
         read, written = self.read_bytes_per_step, self.write_bytes_per_step
@@ -127,6 +136,7 @@ def summarize(
         parameters=after.num_parameters,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
+        recent_loss=fmean(losses[-RECENT_STEPS:]) if losses else None,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         seconds=seconds,
         state_bytes=after.state_bytes,
@@ -140,7 +150,3 @@ def summarize(
         write_bytes=after.bytes_written,
         interrupted_by=interrupted_by,
     )
-
-
-def _loss(first: float | None, last: float | None) -> str:
-    return "no step was done" if first is None or last is None else f"{first:.4f} at first, {last:.4f} at last"

@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from zero_infinity.config import Config
+from zero_infinity.errors import CapacityError
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.host import ParameterHost
-from zero_infinity.runtime.placement import home_while_building
+from zero_infinity.runtime.placement import home_while_building, suggest
 from zero_infinity.runtime.unit import make_unit, manageable
 from zero_infinity.store.blocks import Home
+from zero_infinity.store.extents import round_up
+from zero_infinity.units import format_bytes
 
 
 class Construction:
@@ -50,10 +53,16 @@ class Construction:
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         unit = make_unit(name, members, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
-        config = self._host.config
+        config, budget = self._host.config, self._host.store.pool.budget
+        if unit.num_bytes > budget:
+            raise CapacityError(
+                f"{name} with {', '.join(f'{n} {tuple(p.shape)}' for n, p in members)} needs "
+                f"{format_bytes(unit.num_bytes)} of host memory to be built, but memory is {format_bytes(budget)}\n"
+                f"  fix:   memory={suggest(2 * unit.num_bytes)}"
+            )
         home = home_while_building(unit.num_bytes, self._resident_bytes, config.memory_budget(), nvme=bool(config.nvme))
         if home is Home.RAM and config.nvme:
-            self._resident_bytes += unit.num_bytes
-            self._host.residency.limit(self._host.store.pool.budget - self._resident_bytes, 0)
+            self._resident_bytes += round_up(unit.num_bytes)
+            self._host.residency.limit(budget - self._resident_bytes, 0)
         self._host.add(unit, home)
         self._host.move_in(unit)

@@ -70,23 +70,37 @@ class TrainingEngine:
         self.host = hosts.pop() if hosts else ParameterHost(config)
         self.store = self.host.store
         self.residency = self.host.residency
+        self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
+        try:
+            self._build(copies, replaced)
+        except BaseException:
+            # Nothing was parked yet: with the host gone the model is as plain as before.
+            self.host.close()
+            raise
+        self._watch(model, owners)
+
+    def _build(self, copies: int, replaced: list[Unit]) -> None:
+        """Everything that may fail for want of room or for a drive's error; the last thing is to park parameters."""
         self._divide(self.placement, copies)
         self._cache = self._make_cache(copies)
         new_units = [unit for unit in self.units if unit.block is None]
-        for unit in new_units:
-            self.host.add(unit, self.placement.homes[unit.name])
+        for unit, home in zip(self.units, self.placement.homes, strict=True):
+            if unit.block is None:
+                self.host.add(unit, home)
         self._make_chunks()
         self.keeper = RecordKeeper(self.residency, self.records)
         self._updater = Updater(self.store)
         self.host.closers.append(self._updater.close)
-        self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
         self.gradients = self._make_gradients()
         for unit in new_units:
-            self._move_in(unit)
+            self._write_masters(unit)
+            self.host.fill(unit)
+        self._take_states()
+        self.store.settle()
+        for unit in new_units:
+            self.host.park(unit)
         for unit in replaced:
             self.host.drop(unit)
-        self._take_states()
-        self._watch(model, owners)
 
     # ------------------------------------------------------------------ setting up
 
@@ -104,6 +118,7 @@ class TrainingEngine:
                     dtypes.computed,
                 ):
                     known.name = full_name
+                    known.unit.rename(name or type(model).__name__)
                     owners.setdefault(module, []).append(known)
                     continue
                 if known is not None:
@@ -161,18 +176,19 @@ class TrainingEngine:
             download=self._accelerator.download if self._accelerator is not None else None,
         )
 
-    def _move_in(self, unit: Unit) -> None:
+    def _write_masters(self, unit: Unit) -> None:
         record = self.records.get(unit)
         if record is not None:
             for managed in record.state_names:
                 self.keeper.write_master(managed, managed.parameter.detach())
-        self.host.move_in(unit)
 
     def _take_states(self) -> None:
         """Move states that the user's optimizer has (it was used before) into records."""
-        for parameter, managed in self._managed.items():
-            if managed.group is not None and parameter in self.user_optimizer.state:
-                self.keeper.write_state(managed, self.user_optimizer.state.pop(parameter))
+        taken = [(p, m) for p, m in self._managed.items() if m.group is not None and p in self.user_optimizer.state]
+        for parameter, managed in taken:
+            self.keeper.write_state(managed, self.user_optimizer.state[parameter])
+        for parameter, _ in taken:
+            del self.user_optimizer.state[parameter]
 
     def _watch(self, model: nn.Module, owners: Owners) -> None:
         """From here on, see every read, change and gradient."""
@@ -366,7 +382,7 @@ def _size(unit: Unit, record: Record | None) -> UnitSize:
     home = unit.block.home if unit.block is not None else None
     if record is None:
         return UnitSize(unit.name, round_up(unit.num_bytes), 0, 0, home)
-    each = record.num_elements * record.dtype.itemsize
+    each = record.span * record.dtype.itemsize
     return UnitSize(unit.name, round_up(unit.num_bytes), each * len(record.slots), each, home)
 
 

@@ -63,6 +63,11 @@ class ParameterHost:
 
     def move_in(self, unit: Unit) -> None:
         """Copy the values of a unit's parameters into its block and park them."""
+        self.fill(unit)
+        self.park(unit)
+
+    def fill(self, unit: Unit) -> None:
+        """Copy the values of a unit's parameters into its block."""
         block = unit.the_block()
         self.residency.access(block)
         self.residency.wait(block)
@@ -71,6 +76,9 @@ class ParameterHost:
             for managed in unit.parameters:
                 managed.of(flat).copy_(managed.parameter.detach())
         self.store.mark_dirty(block)
+
+    def park(self, unit: Unit) -> None:
+        """From now on the block is where the values are."""
         for managed in unit.parameters:
             parked.adopt(managed, self.exposure)
             parked.park(managed)
@@ -80,6 +88,10 @@ class ParameterHost:
         block = unit.the_block()
         self.residency.expire(block)
         self.store.drop(block)
+
+    def close(self) -> None:
+        """Give everything back at once."""
+        _close(self.closers)
 
     @contextmanager
     def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.store.blocks import Home
+from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes
 
@@ -42,16 +43,17 @@ class UnitSize:
     gradients: int
     home: Home | None = None  # when that was decided before
 
-    @property
-    def total(self) -> int:
-        return self.parameters + self.record + self.gradients
+    def total(self, chunk_bytes: int) -> int:
+        """All of it in blocks, which are whole pages each."""
+        num_chunks = -(-max(self.record, self.gradients) // chunk_bytes)
+        return round_up(self.parameters) + self.record + self.gradients + 2 * ALIGNMENT * num_chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The division of a budget."""
 
-    homes: dict[str, Home]  # by unit name
+    homes: tuple[Home, ...]  # of the units, in their order
     resident: int
     set_aside: int
     cache: int
@@ -68,23 +70,23 @@ def place(units: Sequence[UnitSize], budget: int, *, nvme: bool) -> Placement:
     """Divide `budget` bytes; `CapacityError` when it cannot work."""
     gradients = max((u.gradients for u in units), default=0)
     if not nvme:
-        resident = sum(u.total for u in units) + gradients
+        resident = sum(u.total(_MAX_CHUNK_BYTES) for u in units) + gradients
         if resident > budget:
             raise CapacityError(
                 f"the states take {format_bytes(resident)} of host memory, but memory is {format_bytes(budget)} "
                 "and there is no nvme to put the rest on\n"
-                f'  fix:   nvme="/path/on/a/drive", or memory={_suggest(resident)}'
+                f'  fix:   nvme="/path/on/a/drive", or memory={suggest(resident)}'
             )
-        homes = {u.name: Home.RAM for u in units}
+        homes = (Home.RAM,) * len(units)
         return Placement(homes, resident - gradients, gradients, 0, 0, _MAX_CHUNK_BYTES, 0)
     homes = _homes(units, budget)
-    resident = sum(u.total for u in units if homes[u.name] is Home.RAM)
-    moving = [u for u in units if homes[u.name] is Home.NVME]
+    resident = sum(u.total(_MIN_CHUNK_BYTES) for u, home in zip(units, homes, strict=True) if home is Home.RAM)
+    moving = [u for u, home in zip(units, homes, strict=True) if home is Home.NVME]
     all_gradients = sum(u.gradients for u in units)
     set_aside = max(gradients, min(all_gradients, int(budget * _GRADIENT_SHARE)))
-    everything = sum(u.total for u in moving)
+    chunk = _chunk_bytes(budget - resident - set_aside)
+    everything = sum(u.total(chunk) for u in moving)
     cache = min(budget - resident - set_aside, everything)
-    chunk = _chunk_bytes(cache)
     _check(moving, budget, resident, gradients, chunk)
     if cache < _minimum(moving, chunk):
         # Tight: only what one unit's gradients need is set aside.
@@ -93,17 +95,17 @@ def place(units: Sequence[UnitSize], budget: int, *, nvme: bool) -> Placement:
     return Placement(homes, resident, set_aside, cache, int(cache * _LOOKAHEAD_SHARE), chunk, everything)
 
 
-def _homes(units: Sequence[UnitSize], budget: int) -> dict[str, Home]:
-    small = {u.name for u in units if u.parameters <= _SMALL_BYTES}
-    if sum(u.total for u in units if u.name in small) > budget * _SMALL_SHARE:
-        small = set()
-    return {u.name: u.home or (Home.RAM if u.name in small else Home.NVME) for u in units}
+def _homes(units: Sequence[UnitSize], budget: int) -> tuple[Home, ...]:
+    small = [u for u in units if u.parameters <= _SMALL_BYTES]
+    if sum(u.total(_MIN_CHUNK_BYTES) for u in small) > budget * _SMALL_SHARE:
+        small = []
+    return tuple(u.home or (Home.RAM if u in small else Home.NVME) for u in units)
 
 
 def home_while_building(num_bytes: int, resident_bytes: int, budget: int, *, nvme: bool) -> Home:
     """Where a unit of a model that is still being built goes, when small ones take `resident_bytes` so far."""
     states = 4  # parameters, two states and gradients, as for Adam: what it will take when it is trained
-    small = num_bytes <= _SMALL_BYTES and states * (resident_bytes + num_bytes) <= budget * _SMALL_SHARE
+    small = num_bytes <= _SMALL_BYTES and states * (resident_bytes + round_up(num_bytes)) <= budget * _SMALL_SHARE
     return Home.RAM if small or not nvme else Home.NVME
 
 
@@ -125,11 +127,11 @@ def _check(moving: Sequence[UnitSize], budget: int, resident: int, gradients: in
         f"{largest.name!r} needs {format_bytes(largest.parameters)} of host memory for its parameters and "
         f"{format_bytes(gradients)} for gradients to be trained, {format_bytes(minimum)} with two chunks of optimizer "
         f"state, but memory is {format_bytes(budget)}\n"
-        f"  fix:   memory={_suggest(minimum)}"
+        f"  fix:   memory={suggest(minimum)}"
     )
 
 
-def _suggest(num_bytes: int) -> str:
+def suggest(num_bytes: int) -> str:
     """The next round size, as a user would write it."""
     mebibytes = -(-num_bytes // 2**20)
     return f'"{-(-mebibytes // 102) / 10:.1f}GiB"' if mebibytes >= 1024 else f'"{mebibytes}MiB"'

@@ -72,9 +72,10 @@ class Record:
         return ((MASTER,) if self.has_master else ()) + tuple(names)
 
     @property
-    def num_elements(self) -> int:
-        """Elements that are trained."""
-        return sum(parameter.num_elements for parameter in self.state_names)
+    def span(self) -> int:
+        """Elements from the first to the last one that is trained: what chunks cover at most."""
+        trained = list(self.state_names)
+        return trained[-1].offset - trained[0].offset + -(-trained[-1].num_elements // GRAIN) * GRAIN
 
 
 def make_record(unit: Unit, optimizer: Optimizer, dtype: torch.dtype) -> Record | None:

@@ -85,6 +85,12 @@ class Unit:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    def rename(self, name: str) -> None:
+        """Its module has got a name."""
+        self.name = name
+        if self.block is not None:
+            self.block.name = name
+
     def the_block(self) -> Block:
         if self.block is None:
             raise RuntimeError(f"unit {self.name!r} has no block yet")

@@ -269,6 +269,12 @@ class BlockStore:
             if self._may_write(block):
                 self._submit_write(block, Priority.WRITE_BACK)
 
+    def settle(self) -> None:
+        """Wait until nothing is in flight; raise what a transfer failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight or self._error is not None)
+            self._check()
+
     def flush(self, blocks: list[Block]) -> None:
         """Write every dirty block of these home and wait until it is there, also what workers have still to change."""
         for block in blocks:
