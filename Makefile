@@ -15,7 +15,7 @@ help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(STAMP) ## train a model whose states are six times its memory budget (a minute or two)
-	$(BIN)/zero-infinity train --preset 25M --memory 48MiB --steps 40
+	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
 
 test: $(STAMP) ## run every test (WORKERS=2 processes)
 	$(BIN)/pytest -n $(WORKERS) tests

@@ -446,7 +446,7 @@ def test_logging_between_steps(setting: Setting, tmp_path: Path) -> None:
             run.step(mean_square(run.model, batch(number)))
             for name, p in run.model.named_parameters():
                 run.log(name, p.norm(), p.data.abs().max().item(), p.detach().mean(), p.shape, p.dtype, p.numel())
-                run.log(p.tolist()[0], float(p.sum()), p[0].clone(), p.is_contiguous(), p.stride(), p.requires_grad)
+                run.log(p.tolist()[0], p.sum().item(), p[0].clone(), p.is_contiguous(), p.stride(), p.requires_grad)
                 run.log(p.cpu().detach().numpy().sum().item(), torch.linalg.norm(p), (p == 0).sum(), len(p))
 
     compare(small, script, adamw, setting, tmp_path)
@@ -685,13 +685,17 @@ def test_a_gradient_kept_by_a_hook_is_not_changed_later(tmp_path: Path) -> None:
     compare(small, script, adamw, HALF, tmp_path)
 
 
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
 def test_post_accumulate_hooks_made_before_prepare(setting: Setting, tmp_path: Path) -> None:
     norms: list[torch.Tensor] = []
 
     def make() -> nn.Module:
         model = small()
         model[0].weight.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
-        model[3].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        model[3].weight.register_post_accumulate_grad_hook(halve)
         return model
 
     def script(run: Run) -> None:
@@ -706,7 +710,7 @@ def test_post_accumulate_hooks_made_after_prepare(setting: Setting, tmp_path: Pa
     def script(run: Run) -> None:
         norms: list[torch.Tensor] = []
         run.model[0].weight.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
-        run.model[3].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        run.model[3].weight.register_post_accumulate_grad_hook(halve)
         usual(run)
         run.log(norms)
 
@@ -720,7 +724,8 @@ def test_module_hooks(setting: Setting, tmp_path: Path) -> None:
         run.model[0].register_forward_pre_hook(lambda m, args: (args[0] + m.bias,))
         run.model[3].register_full_backward_hook(lambda m, _, out: seen.append(out[0].sum() * m.weight.sum().detach()))
         run.model.register_full_backward_pre_hook(lambda _, out: (out[0] * 2,))
-        usual(run)
+        for number in range(5):
+            run.step(mean_square(run.model, batch(number).requires_grad_()))
         run.log(seen)
 
     compare(small, script, adamw, setting, tmp_path)

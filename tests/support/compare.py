@@ -11,6 +11,7 @@ import enum
 import gc
 import threading
 import time
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from zero_infinity.runtime import parked, placement
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Prepared = tuple[nn.Module, Optimizer]
+
+# An engine is closed on a thread of its own; on a busy machine that takes a while.
+_CLOSE_SECONDS = 10.0
 
 
 class Divergence(AssertionError):
@@ -263,11 +267,15 @@ def minimal_memory(make: MakeModel, optimizer: MakeOptimizer, *, nvme: bool = Tr
 def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting) -> int:
     """The memory of a setting, for this model."""
     sizes = unit_sizes(make, optimizer)
-    states = sum(size.total for size in sizes)
-    if setting.budget is Budget.FITS:
-        return 4 * states
+    states = sum(map(_state_bytes, sizes))
     minimal = _minimal(sizes, nvme=setting.nvme)
-    return max(states // 2, minimal) if setting.budget is Budget.HALF else minimal
+    # Blocks are whole pages, so that the states of a tiny model take more than their bytes.
+    wanted = {Budget.FITS: 4 * states, Budget.HALF: states // 2, Budget.MINIMAL: 0}[setting.budget]
+    return max(wanted, minimal)
+
+
+def _state_bytes(size: placement.UnitSize) -> int:
+    return size.parameters + size.record + size.gradients
 
 
 def _minimal(sizes: Sequence[placement.UnitSize], *, nvme: bool) -> int:
@@ -278,8 +286,9 @@ def _minimal(sizes: Sequence[placement.UnitSize], *, nvme: bool) -> int:
             return False
         return True
 
-    refused, enough = 0, 2 * sum(size.total for size in sizes) + placement._MIN_CHUNK_BYTES * 4
-    assert accepted(enough)
+    refused, enough = 0, 1
+    while not accepted(enough):
+        refused, enough = enough, 2 * enough
     while enough - refused > 1:
         middle = (refused + enough) // 2
         if accepted(middle):

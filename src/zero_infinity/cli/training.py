@@ -104,9 +104,8 @@ def train(job: Job, config: Config, interruption: Interruption, progress: Progre
 
 
 def build_context(config: Config) -> AbstractContextManager[object]:
-    """Where a model is constructed: in memory. The one place to change for models that do not fit in it."""
-    init: Callable[[Config], AbstractContextManager[object]] | None = getattr(api, "init", None)
-    return nullcontext() if init is None else init(config)
+    """Where a model is constructed: parameter by parameter into its home; without a drive it has to fit anyway."""
+    return api.init(config) if config.nvme else nullcontext()
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:

@@ -19,6 +19,7 @@ from zero_infinity.runtime.placement import home_while_building, suggest
 from zero_infinity.runtime.unit import make_unit, manageable
 from zero_infinity.store.blocks import Home
 from zero_infinity.store.extents import round_up
+from zero_infinity.store.memory import trim_heap
 from zero_infinity.units import format_bytes
 
 
@@ -29,6 +30,7 @@ class Construction:
         self._host = ParameterHost(config)
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._resident_bytes = 0
+        self._untrimmed_bytes = 0
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or parked.managed(parameter) is not None:
@@ -66,3 +68,7 @@ class Construction:
             self._host.residency.limit(budget - self._resident_bytes, 0)
         self._host.add(unit, home)
         self._host.move_in(unit)
+        self._untrimmed_bytes += unit.num_bytes
+        if self._untrimmed_bytes > budget // 4:
+            trim_heap()
+            self._untrimmed_bytes = 0

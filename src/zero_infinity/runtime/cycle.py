@@ -23,7 +23,9 @@ class Cycle:
     last_firing: dict[Unit, int] = field(default_factory=dict)
     last_read: dict[Unit, int] = field(default_factory=dict)
     read_order: dict[Unit, None] = field(default_factory=dict)  # units by first read: the next forward's order
-    updated: set[Unit] = field(default_factory=set)  # whose update was submitted before step()
+    # Whose update was submitted before step().
+    updated: set[Unit] = field(default_factory=set)
+    updated_parameters: set[ManagedParameter] = field(default_factory=set)
     deferred: set[Unit] = field(default_factory=set)  # that wanted to be updated early, but a handle was alive
     backward_complete: bool = True
 

@@ -201,7 +201,7 @@ class TrainingEngine:
         self.host.exposure.on_edit = self._edited
         for managed in self._managed.values():
             if managed.group is not None:
-                managed.parameter.register_post_accumulate_grad_hook(GradientHook(self.gradients, managed))
+                _hook_gradient(managed.parameter, GradientHook(self.gradients, managed))
         hooks.attach(model, self.host.exposure, owners)
         computed = {u.compute_dtype for u in self.units}
         if len(computed) == 1 and (self.config.param_dtype or self.config.compute_dtype):
@@ -267,6 +267,9 @@ class TrainingEngine:
     def discard_gradients(self) -> None:
         """Forget gradients that no update was submitted for."""
         self.gradients.discard()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._managed:
+                parameter.grad = None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -313,7 +316,8 @@ class TrainingEngine:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
             for group in self.user_optimizer.param_groups
         ]
-        states = {number: self.keeper.read_state(self._managed[p]) for p, number in numbers.items()}
+        known = {number: self._managed[p] for p, number in numbers.items() if p in self._managed}
+        states = {number: self.keeper.read_state(managed) for number, managed in known.items()}
         return {"state": {n: state for n, state in states.items() if state is not None}, "param_groups": groups}
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -321,7 +325,8 @@ class TrainingEngine:
         self._updater.drain()
         parameters = [p for group in self.user_optimizer.param_groups for p in group["params"]]
         for number, state in state_dict["state"].items():
-            self.keeper.check_state(self._managed[parameters[number]], state)
+            if parameters[number] in self._managed:
+                self.keeper.check_state(self._managed[parameters[number]], state)
         self.user_optimizer.load_state_dict(state_dict)
         self.keeper.forget_states()
         self._take_states()
@@ -366,9 +371,19 @@ class GradientHook(hooks.Hook):
             gradients.on_gradient(managed)
 
 
+def _hook_gradient(parameter: nn.Parameter, hook: GradientHook) -> None:
+    """Register the hook also on a frozen parameter: it may be trained later."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trained)
+
+
 def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            if not parameter.numel():
+                continue
             if parameter not in managed:
                 raise UsageError(
                     f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import _autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -127,11 +128,10 @@ class Exposure:
         pushed = self.push_hooks()
         try:
             result = call()
-            if func is parked.GET_DATA:
-                # The tensor keeps the unit in memory, so what is written through it is found there later.
-                parameters[0].unit.the_source().may_change(parameters[0].unit)
-                parameters[0].edited = True
-            return result.clone() if self.num_copying and func is torch.Tensor.detach else result
+            if self.num_copying and func is torch.Tensor.detach:
+                return result.clone()
+            self._expect_changes(parameters, result)
+            return result
         finally:
             if pushed:
                 _autograd._pop_saved_tensors_default_hooks()
@@ -144,6 +144,20 @@ class Exposure:
             yield
         finally:
             self.park(parameters)
+
+    def _expect_changes(self, parameters: Sequence[ManagedParameter], result: Any) -> None:
+        """A view of a parameter that is handed out (`p.data`, `p.detach()`, `p[0]`) may be written to, without a trace.
+
+        The view keeps the unit in memory, so that what is written is found there later.
+        """
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter):
+                continue
+            handle_unit = self._unit_of(tensor)
+            for parameter in parameters:
+                if parameter.unit is handle_unit:
+                    parameter.unit.the_source().may_change(parameter.unit)
+                    parameter.edited = True
 
     def _expose_one(self, parameter: ManagedParameter) -> None:
         unit = parameter.unit
@@ -205,12 +219,17 @@ class Exposure:
 
     def handle_for(self, tensor: torch.Tensor) -> Handle | None:
         """A handle when `tensor` lies in a unit's memory."""
+        unit = self._unit_of(tensor)
+        return Handle(unit, tensor) if unit is not None else None
+
+    def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit in whose memory `tensor` lies."""
         if not self._storages or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)
         # A dead storage's address is used again at once by another tensor.
-        return Handle(found[1], tensor) if found is not None and found[0]() is storage else None
+        return found[1] if found is not None and found[0]() is storage else None
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor that was saved as `handle`."""
@@ -218,7 +237,11 @@ class Exposure:
         return flat.as_strided(handle.size, handle.stride, handle.offset)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        return self.handle_for(tensor) or tensor
+        handle = self.handle_for(tensor)
+        if handle is not None:
+            return handle
+        # A node that saves its own output and gets it back here would keep itself alive, out of the collector's sight.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         return self.restore(packed) if isinstance(packed, Handle) else packed

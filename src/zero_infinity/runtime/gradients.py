@@ -100,7 +100,7 @@ class Gradients:
                 f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
                 "  fix:   build the embedding with sparse=False"
             )
-        if unit in self.cycle.updated:
+        if parameter in self.cycle.updated_parameters:
             self.torn = f"{parameter.name!r} got another gradient after its update was under way"
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
@@ -132,7 +132,12 @@ class Gradients:
     # ------------------------------------------------------------------ updating while backward goes on
 
     def _may_update_early(self, unit: Unit) -> bool:
-        return unit in self._early_units and self.synchronised and self.cycle.num_backwards == self._num_backwards
+        return (
+            unit in self._early_units
+            and unit not in self.cycle.updated
+            and self.synchronised
+            and self.cycle.num_backwards == self._num_backwards
+        )
 
     def _update_when_complete(self, unit: Unit) -> None:
         """Update the unit if each of its parameters has had as many gradients as in the last cycle."""
@@ -140,8 +145,9 @@ class Gradients:
             if self.cycle.firings.get(parameter, 0) < self._last.firings.get(parameter, 0):
                 return
         waiting = self._waiting.pop(unit)
-        if unit.num_handles:
-            # Autograd still holds a saved value (retain_graph, a second graph): it must not change under it.
+        if unit.num_handles or unit.the_source().aliased(unit):
+            # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value: it must not
+            # change under them.
             self.cycle.deferred.add(unit)
             for parameter, flat in waiting.items():
                 self._retain(parameter, flat)
@@ -150,6 +156,7 @@ class Gradients:
         retained = [p for p in unit.parameters if p in self._retained]
         self._retained.difference_update(retained)
         self.cycle.updated.add(unit)
+        self.cycle.updated_parameters.update(waiting, retained)
         self._submit(unit, {**waiting, **dict.fromkeys(retained)}, ())
 
     def _make_room(self, num_bytes: int) -> None:

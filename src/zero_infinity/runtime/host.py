@@ -6,6 +6,7 @@ files and the policy's executor; training adds records, gradients and a worker o
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +54,8 @@ class ParameterHost:
         self.training: Training | None = None  # set when the model is prepared
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
-        weakref.finalize(self, _close_apart, self.closers)
+        weakref.finalize(self, _close_apart, self.closers).atexit = False
+        _alive.add(self)
 
     def add(self, unit: Unit, home: Home) -> None:
         """Give a unit its block, without content."""
@@ -120,6 +122,16 @@ def host_of(managed: ManagedParameter) -> ParameterHost:
     if not isinstance(exposer, HostedExposure):
         raise TypeError(f"parameter {managed.name!r} is exposed by {type(exposer).__name__}")
     return exposer.host
+
+
+# For the end of the process only: a thread that is inside torch when the interpreter goes takes the process with it.
+_alive: weakref.WeakSet[ParameterHost] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for host in list(_alive):
+        host.close()
 
 
 def _close_apart(closers: list[Callable[[], None]]) -> None:

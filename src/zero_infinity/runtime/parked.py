@@ -94,7 +94,7 @@ _METADATA: frozenset[Any] = frozenset(
     }
     | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
 )
-GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_ONLY_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -109,8 +109,12 @@ class ParkedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
-        if func is _SET_DATA:
+        if func == _SET_DATA:  # a new wrapper at each look-up: equal, not identical
             _check_same_kind(args[0], args[1])
+        if func in _ONLY_GRADIENTS:
+            # It asks for gradients and reads no value.
+            edges = _with_edges((args, keywords))
+            return func(*edges[0], **edges[1])
         # The parameter may come by keyword (nn.init, F.layer_norm) or inside a list (_VF.lstm).
         found = list({id(p): p for p in _parked_in((args, keywords))}.values())
         if not found:
@@ -152,6 +156,18 @@ def _parked_in(value: Any) -> Iterator[ManagedParameter]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _parked_in(item)
+
+
+def _with_edges(value: Any) -> Any:
+    """The same with each parked parameter replaced by its edge in the graph."""
+    if isinstance(value, ParkedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(value)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_with_edges(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_edges(item) for key, item in value.items()}
+    return value
 
 
 def _check_same_kind(parameter: nn.Parameter, data: torch.Tensor) -> None:

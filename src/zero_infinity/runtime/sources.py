@@ -47,6 +47,9 @@ class Source(Protocol):
     def may_change(self, unit: Unit) -> None:
         """The user has a tensor through which the value may change, now or later, without a trace."""
 
+    def aliased(self, unit: Unit) -> bool:
+        """Whether a tensor is alive through which an update would be seen."""
+
     def updated(self, unit: Unit) -> None:
         """An update of the unit has been submitted: copies are out of date."""
 
@@ -79,6 +82,9 @@ class HostSource:
 
     def may_change(self, unit: Unit) -> None:
         self._residency.store.mark_dirty(unit.the_block())
+
+    def aliased(self, unit: Unit) -> bool:
+        return unit.the_block().leased
 
     def updated(self, unit: Unit) -> None:
         """The update changes the block itself."""
@@ -161,6 +167,9 @@ class ComputeCache:
 
     def may_change(self, unit: Unit) -> None:
         self._copies[_key(unit)].written = True
+
+    def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - the update does not touch copies
+        return False
 
     def updated(self, unit: Unit) -> None:
         with self._lock:

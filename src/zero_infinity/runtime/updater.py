@@ -157,7 +157,8 @@ class Updater:
         }
         master = slots.pop(MASTER, stored)
         if record.has_master and parameter.edited:
-            master.copy_(stored)
+            # Only what the user really changed: the rest of the master copy has more bits than what is stored.
+            torch.where(master.to(stored.dtype) == stored, master, stored.to(master.dtype), out=master)
         gradient = gradient.to(record.dtype)
         for factor in job.factors:
             gradient.mul_(factor)

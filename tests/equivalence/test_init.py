@@ -1,0 +1,376 @@
+"""zi.init: whatever a model's constructor does, the values are those of a plain construction, and training goes on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.compare import (
+    MINIMAL,
+    Run,
+    Setting,
+    adamw,
+    assert_identical,
+    budget_bytes,
+    is_parked,
+    run_plain,
+    run_prepared,
+    same_bits,
+    sgd,
+    training,
+)
+from support.models import CASES, VOCABULARY, Case, mean_square, mlp, sequences, tokens, vectors
+from support.resources import all_given_back
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
+
+import zero_infinity as zi
+
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+
+
+# ---------------------------------------------------------------------- constructors of many kinds
+
+
+class Replacing(nn.Module):
+    """Parameters that are registered, replaced, dropped, re-registered, shared and overwritten while it is built."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width, bias=False)
+        self.first.weight = nn.Parameter(torch.randn(width, width) / 8)  # after another module has registered
+        self.dropped = nn.Linear(width, 4 * width)
+        del self.dropped
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_parameter("none", None)
+        self.scale = nn.Parameter(torch.rand(width))  # while its module is still being filled
+        self.second.weight.data.mul_(0.5)
+        with torch.no_grad():
+            self.first.bias.copy_(torch.arange(width) / width)
+            self.first.bias[3] = 0.25
+        nn.init.orthogonal_(self.second.weight)
+        self.third = nn.Linear(width, width)
+        self.third.weight.data = torch.randn(width, width) / 8
+        self.third.bias = self.first.bias
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.register_buffer("offset", self.first.weight.detach().sum(0).clone())
+        self.register_buffer("counter", torch.zeros((), dtype=torch.long))
+        kept = self.third.weight
+        del self.third.weight
+        self.third.register_parameter("weight", kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counter += 1
+        x = torch.tanh(self.first(x)) * self.scale + self.offset
+        return self.third(torch.tanh(self.second(x))) + self.frozen
+
+
+class Sliced(nn.Module):
+    """A constructor that reads its own parameters."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.whole = nn.Linear(width, 2 * width)
+        self.left = nn.Linear(width, width)
+        self.left.load_state_dict({"weight": self.whole.weight[:width], "bias": self.whole.bias[:width]})
+        self.norm = float(self.whole.weight.norm())
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight
+        for block in self.blocks:
+            block.apply(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.left(x) + self.whole(x).chunk(2, -1)[1] / self.norm
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class MixedTypes(nn.Module):
+    """Half, double and integer parameters beside float32 ones."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Linear(width, width)
+        self.half = nn.Parameter(torch.randn(width).bfloat16())
+        self.double = nn.Parameter(torch.randn(width, dtype=torch.float64))
+        self.table = nn.Parameter(torch.arange(width), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.half.float() + self.double.float() * self.table
+
+
+def lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(32), nn.Tanh(), nn.LazyLinear(16), nn.Linear(16, 32))
+    model(torch.ones(2, 32))  # makes the parameters
+    return model
+
+
+def gpt2_config() -> GPT2Config:
+    return GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, **SPECIAL)
+
+
+def of_hidden(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch).last_hidden_state.square().mean()
+
+
+def of_labels(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch, labels=batch).loss
+
+
+def causal(config: Callable[[], Any]) -> Callable[[], nn.Module]:
+    return lambda: AutoModelForCausalLM.from_config(config())
+
+
+def small(kind: Any) -> Callable[[], Any]:
+    return lambda: kind(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        **SPECIAL,
+    )
+
+
+BUILT = {name: CASES[name] for name in CASES if name != "conv_channels_last"} | {
+    "replacing": Case(Replacing, vectors(), mean_square),
+    "sliced": Case(Sliced, vectors(), mean_square),
+    "mixed types": Case(MixedTypes, vectors(), mean_square),
+    "lazy": Case(lazy, vectors(), mean_square),
+    "auto gpt2": Case(causal(gpt2_config), tokens(), of_labels),
+    "auto llama": Case(causal(small(LlamaConfig)), tokens(), of_labels),
+    "auto bert": Case(lambda: AutoModel.from_config(small(BertConfig)()), tokens(), of_hidden),
+    "weight norm": Case(
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32)),
+        sequences(),
+        mean_square,
+    ),
+}
+
+TIGHT_RAM = Setting(MINIMAL.budget, nvme=False)
+
+
+def build(make: Callable[[], nn.Module], config: zi.Config, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    with zi.init(config):
+        return make()
+
+
+def config_for(case: Case, setting: Setting, directory: Path, **changes: Any) -> zi.Config:
+    memory = budget_bytes(case.make, adamw, setting)
+    return zi.Config(memory=memory, nvme=directory if setting.nvme else None, **changes)
+
+
+@pytest.mark.parametrize("setting", [MINIMAL, TIGHT_RAM], ids=str)
+@pytest.mark.parametrize("name", BUILT)
+def test_built_as_plain_and_trained_as_plain(name: str, setting: Setting, tmp_path: Path) -> None:
+    case = BUILT[name]
+    config = config_for(case, setting, tmp_path)
+    torch.manual_seed(0)
+    expected = case.make()
+    expected_state = torch.get_rng_state()
+    model = build(case.make, config)
+    assert torch.equal(torch.get_rng_state(), expected_state), "random numbers were drawn differently"
+    _check_same(expected, model)
+    del expected
+
+    script = training(case.batch, case.loss, num_steps=4)
+    prepared = run_prepared(lambda: model, script, adamw, config)
+    assert_identical(run_plain(case.make, script, adamw), prepared)
+
+
+def _check_same(expected: nn.Module, model: nn.Module) -> None:
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for (name, value), (found_name, found) in zip(
+        expected.named_parameters(remove_duplicate=False), parameters, strict=True
+    ):
+        assert name == found_name
+        assert (value.shape, value.dtype, value.requires_grad) == (found.shape, found.dtype, found.requires_grad)
+        assert same_bits(value, found), name
+        assert is_parked(found) == (found.is_floating_point() and found.numel() > 0), name
+    for (name, value), (_, found) in zip(expected.named_buffers(), model.named_buffers(), strict=True):
+        assert same_bits(value, found), name
+    # The same parameters are shared as in the plain model.
+    assert _sharing(expected) == _sharing(model)
+
+
+def _sharing(model: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return list(groups.values())
+
+
+def test_a_built_model_can_be_used_before_it_is_prepared(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    config = config_for(case, MINIMAL, tmp_path)
+    model = build(case.make, config)
+    torch.manual_seed(0)
+    plain = case.make()
+    batch = case.batch(0)
+    with torch.no_grad():
+        assert same_bits(model.eval()(batch), plain.eval()(batch))
+    with zi.gathered(model[0].weight), torch.no_grad():
+        model[0].weight.fill_(0.5)
+    model[0].bias.data.add_(1.0)
+    with torch.no_grad():
+        plain[0].weight.fill_(0.5)
+        plain[0].bias.add_(1.0)
+    model.load_state_dict({**model.state_dict(), "3.bias": torch.ones(32)})
+    plain.load_state_dict({**plain.state_dict(), "3.bias": torch.ones(32)})
+    _check_same(plain, model)
+
+
+def test_a_lazy_module_that_is_materialised_outside_trains(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
+
+    torch.manual_seed(0)
+    config = zi.Config(memory="1MiB", nvme=tmp_path)
+    with zi.init(config):
+        model = make()
+    model(torch.ones(1, 32))
+    torch.manual_seed(0)
+    plain = make()
+    plain(torch.ones(1, 32))
+    runs = [Run(plain, sgd(plain), prepared=False), Run(*zi.prepare(model, sgd(model), config), prepared=True)]
+    for run in runs:
+        training(vectors(), mean_square)(run)
+    assert all(same_bits(a, b) for a, b in zip(runs[0].logged, runs[1].logged, strict=True))
+
+
+# ---------------------------------------------------------------------- the end, and several
+
+
+def num_hooks() -> int:
+    return len(torch_module._global_parameter_registration_hooks)
+
+
+def test_an_exception_inside_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = zi.Config(memory="64KiB", nvme=tmp_path)
+
+    def fail() -> None:
+        with zi.init(config):
+            mlp()
+            raise KeyError("the user's own")
+
+    with all_given_back():
+        with pytest.raises(KeyError, match="the user's own"):
+            fail()
+        gc.collect()
+        assert num_hooks() == 0
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter
+
+
+def test_a_unit_that_cannot_fit_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with all_given_back():
+        with pytest.raises(zi.CapacityError, match=r"(?s)Linear.*memory"), zi.init(zi.Config(memory="64KiB", nvme=tmp_path)):
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(256, 256), nn.Linear(8, 8))
+        assert num_hooks() == 0
+
+
+def test_a_model_that_does_not_fit_in_ram_says_so(tmp_path: Path) -> None:
+    with all_given_back():
+        with pytest.raises(zi.CapacityError, match="nvme"), zi.init(zi.Config(memory="64KiB")):
+            mlp(width=64, depth=8)
+        assert num_hooks() == 0
+
+
+def test_a_model_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
+    with all_given_back():
+        model = build(mlp, zi.Config(memory="64KiB", nvme=tmp_path))
+        assert is_parked(model[0].weight)
+        del model
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_models_are_built_one_after_the_other_and_one_inside_the_other(tmp_path: Path) -> None:
+    outer, inner = (zi.Config(memory="64KiB", nvme=tmp_path) for _ in range(2))
+    torch.manual_seed(0)
+    plain = [mlp() for _ in range(3)]
+    torch.manual_seed(0)
+    with zi.init(outer):
+        first = mlp()
+        with zi.init(inner):
+            second = mlp()
+        third = mlp()
+    assert num_hooks() == 0
+    for expected, model in zip(plain, (first, second, third), strict=True):
+        _check_same(expected, model)
+    script = training(vectors(), mean_square, num_steps=2)
+    for expected, model, config in ((plain[0], first, outer), (plain[1], second, inner)):
+        prepared = run_prepared(lambda model=model: model, script, sgd, config)
+        assert_identical(run_plain(lambda expected=expected: expected, script, sgd), prepared)
+
+
+def test_a_model_of_parts_that_were_built_apart_trains(tmp_path: Path) -> None:
+    """One half was built inside zi.init, the other one was not."""
+    config = zi.Config(memory="256KiB", nvme=tmp_path)
+
+    def parts() -> tuple[nn.Module, nn.Module]:
+        return mlp(depth=2), mlp(depth=1)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*parts())
+    torch.manual_seed(0)
+    with zi.init(config):
+        first = mlp(depth=2)
+    model = nn.Sequential(first, mlp(depth=1))
+    script = training(vectors(), mean_square)
+    prepared = run_prepared(lambda: model, script, adamw, config)
+    assert_identical(run_plain(lambda: plain, script, adamw), prepared)
+
+
+# ---------------------------------------------------------------------- another config for prepare
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"memory": "64KiB"}, {"memory": "4MiB"}, {"nvme": None}, {"verify": True}],
+    ids=["less memory", "more memory", "no nvme", "verify"],
+)
+def test_another_store_than_it_was_built_in_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Memory and files exist since zi.init: prepare says so instead of training within another budget than it is told."""
+    built = zi.Config(memory="256KiB", nvme=tmp_path)
+    model = build(mlp, built)
+    torch.manual_seed(0)
+    plain = mlp()
+    field = next(iter(changes))
+    with pytest.raises(zi.UsageError, match=rf"{field}.*zi\.init|zi\.init.*{field}"):
+        zi.prepare(model, adamw(model), built.replace(**changes))
+    _check_same(plain, model)
+    script = training(vectors(), mean_square, num_steps=2)
+    prepared = run_prepared(lambda: model, script, adamw, built)
+    assert_identical(run_plain(lambda: plain, script, adamw), prepared)
+
+
+def test_what_only_training_looks_at_may_differ(tmp_path: Path) -> None:
+    built = zi.Config(memory="256KiB", nvme=tmp_path)
+    script = training(vectors(), mean_square, num_steps=3)
+    torch.manual_seed(0)
+    model = build(mlp, built)
+    prepared = run_prepared(lambda: model, script, adamw, built.replace(update="after_backward"))
+    assert_identical(run_plain(mlp, script, adamw), prepared)
+
+
+def test_a_model_built_in_float32_can_be_stored_in_bfloat16(tmp_path: Path) -> None:
+    config = zi.Config(memory="1MiB", nvme=tmp_path, param_dtype="bfloat16", compute_dtype="float32")
+    script = training(vectors(), mean_square, num_steps=3)
+    expected = run_prepared(mlp, script, adamw, config)
+    model = build(mlp, config)
+    found = run_prepared(lambda: model, script, adamw, config)
+    assert_identical(expected, found)
