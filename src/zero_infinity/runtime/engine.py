@@ -201,7 +201,8 @@ class TrainingEngine:
         self.host.exposure.on_edit = self._edited
         for managed in self._managed.values():
             if managed.group is not None:
-                _hook_gradient(managed.parameter, GradientHook(self.gradients, managed))
+                managed.gradient_hook = GradientHook(self.gradients, managed)
+                managed.hook_gradient_last()
         hooks.attach(model, self.host.exposure, owners)
         computed = {u.compute_dtype for u in self.units}
         if len(computed) == 1 and (self.config.param_dtype or self.config.compute_dtype):
@@ -268,8 +269,9 @@ class TrainingEngine:
         """Forget gradients that no update was submitted for."""
         self.gradients.discard()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._managed:
-                parameter.grad = None
+            for parameter, managed in self._managed.items():
+                if managed.group is not None:
+                    parameter.grad = None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -369,14 +371,6 @@ class GradientHook(hooks.Hook):
         gradients, managed = self._gradients(), self._managed()
         if gradients is not None and managed is not None:
             gradients.on_gradient(managed)
-
-
-def _hook_gradient(parameter: nn.Parameter, hook: GradientHook) -> None:
-    """Register the hook also on a frozen parameter: it may be trained later."""
-    trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trained)
 
 
 def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime import parked
-from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter, Unit
 
 
 class Handle:
@@ -32,11 +32,11 @@ class Handle:
 
     __slots__ = ("__weakref__", "offset", "size", "stride", "unit")
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
+    def __init__(self, unit: Unit, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
         self.unit = unit
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.size = size
+        self.stride = stride
+        self.offset = offset
         unit.num_handles += 1
 
     def __del__(self) -> None:
@@ -220,7 +220,13 @@ class Exposure:
     def handle_for(self, tensor: torch.Tensor) -> Handle | None:
         """A handle when `tensor` lies in a unit's memory."""
         unit = self._unit_of(tensor)
-        return Handle(unit, tensor) if unit is not None else None
+        if unit is not None:
+            return Handle(unit, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if isinstance(tensor, parked.ParkedParameter):
+            # An autograd.Function gets parameters as they are, and may save them so.
+            parameter = tensor.__dict__[ATTRIBUTE]
+            return Handle(parameter.unit, parameter.shape, parameter.stride, parameter.offset)
+        return None
 
     def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit in whose memory `tensor` lies."""

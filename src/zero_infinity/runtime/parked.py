@@ -88,7 +88,7 @@ _METADATA: frozenset[Any] = frozenset(
         getattr(torch.Tensor, name)
         for name in (
             *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
-            *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__"),
+            *("requires_grad_", "register_hook", "__hash__", "__len__"),
             *("is_inference", "_is_view", "get_device", "ndimension", "is_same_size"),
         )
     }
@@ -109,6 +109,12 @@ class ParkedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
+        if func is torch.Tensor.register_post_accumulate_grad_hook:
+            with torch._C.DisableTorchFunctionSubclass():
+                handle = func(*args, **keywords)
+            # Ours takes the gradient away, so it has to come last.
+            args[0].__dict__[ATTRIBUTE].hook_gradient_last()
+            return handle
         if func == _SET_DATA:  # a new wrapper at each look-up: equal, not identical
             _check_same_kind(args[0], args[1])
         if func in _ONLY_GRADIENTS:

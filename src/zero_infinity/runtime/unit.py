@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_infinity.store.blocks import Block
 
@@ -42,7 +43,9 @@ class ManagedParameter:
     num_exposures: int = 0
     exposed_version: int = 0
     group: int | None = None  # index of the optimizer's parameter group; None: not trained
-    edited: bool = False  # the user changed the value: a master copy must be refreshed from it
+    edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
+    gradient_hook: Callable[[torch.Tensor], None] | None = None
+    gradient_hook_handle: RemovableHandle | None = None
 
     @property
     def num_elements(self) -> int:
@@ -51,6 +54,18 @@ class ManagedParameter:
     @property
     def end(self) -> int:
         return self.offset + self.num_elements
+
+    def hook_gradient_last(self) -> None:
+        """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
+        if self.gradient_hook is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.gradient_hook_handle is not None:
+                self.gradient_hook_handle.remove()
+            trained = self.parameter.requires_grad
+            self.parameter.requires_grad_(True)
+            self.gradient_hook_handle = self.parameter.register_post_accumulate_grad_hook(self.gradient_hook)
+            self.parameter.requires_grad_(trained)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's part of its unit's elements, in its own shape."""
