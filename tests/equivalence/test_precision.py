@@ -197,7 +197,7 @@ def test_edits_reach_the_master(home: str, edit: str, tmp_path: Path) -> None:
             EDITS[edit](list(model.parameters()))
             with torch.no_grad():
                 # What the user sees and changes is the rounded value.
-                reference.masters[0].copy_((reference.model[0].weight * 1.5))
+                reference.masters[0].copy_(reference.model[0].weight * 1.5)
             edited = (reference.masters[0].detach().bfloat16().float(), reference.masters[0].detach())
             found = model[0].weight.detach()
             assert any(same_bits(found, value) for value in edited)
@@ -349,7 +349,9 @@ def test_clipping_is_by_the_norm_of_the_unscaled_gradients(scale: float, tmp_pat
     case = half_case()
     results = []
     for used in (16.0, scale):
-        model, streamed = prepared(case, OPTIMIZERS["sgd"], tmp_path, "nvme", compute_dtype="float16", max_grad_norm=0.05)
+        model, streamed = prepared(
+            case, OPTIMIZERS["sgd"], tmp_path, "nvme", compute_dtype="float16", max_grad_norm=0.05
+        )
         loss_scale = engine_of(model).loss_scale
         assert loss_scale is not None
         loss_scale.scale = used

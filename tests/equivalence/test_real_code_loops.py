@@ -26,7 +26,20 @@ from support.compare import (
     sgd,
     training,
 )
-from support.models import CASES, ConvNet, encoder, gpt2, images, llama, mean_square, mlp, of_labels, t5, tokens, vectors
+from support.models import (
+    CASES,
+    ConvNet,
+    encoder,
+    gpt2,
+    images,
+    llama,
+    mean_square,
+    mlp,
+    of_labels,
+    t5,
+    tokens,
+    vectors,
+)
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -705,7 +718,9 @@ def test_two_threads_compute_the_same(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        make = lambda: nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))  # noqa: E731
+        make = lambda: nn.Sequential(
+            nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)
+        )
         compare(make, training(vectors(256, 64), mean_square), adamw, HALF, tmp_path)
         assert torch.get_num_threads() == 2
     finally:

@@ -478,7 +478,9 @@ def test_an_average_of_the_weights(tmp_path: Path) -> None:
     """torch's own EMA copies the model and reads all of its parameters at once."""
 
     def script(run: Run) -> None:
-        average = torch.optim.swa_utils.AveragedModel(run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+        average = torch.optim.swa_utils.AveragedModel(
+            run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn()
+        )
         for number in range(5):
             run.step(mean_square(run.model, batch(number)))
             average.update_parameters(run.model)

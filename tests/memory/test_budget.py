@@ -79,7 +79,9 @@ def test_what_is_held_is_within_the_budget_at_every_change(
     assert outcome.stats is not None
     assert watch.peaks["memory"] == outcome.stats.memory_peak
     assert outcome.stats.bytes_read > 0
-    assert wait_until(lambda: gc.collect() >= 0 and watch.mapped_bytes == 0), "memory is still mapped after the model is gone"
+    assert wait_until(lambda: gc.collect() >= 0 and watch.mapped_bytes == 0), (
+        "memory is still mapped after the model is gone"
+    )
 
 
 def watch_outstanding(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -11,7 +11,6 @@ import enum
 import gc
 import threading
 import time
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -17,7 +17,7 @@ from zero_infinity.runtime import parked
 from zero_infinity.runtime.host import ParameterHost
 from zero_infinity.runtime.placement import home_while_building, suggest
 from zero_infinity.runtime.unit import make_unit, manageable
-from zero_infinity.store.blocks import Home
+from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
 from zero_infinity.store.memory import trim_heap
 from zero_infinity.units import format_bytes

@@ -21,7 +21,8 @@ from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.sources import HostSource, Source
 from zero_infinity.runtime.unit import ManagedParameter, Unit
-from zero_infinity.store.blocks import BlockStore, Home
+from zero_infinity.store.block import Home
+from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
 from zero_infinity.store.files import FileDevice
 from zero_infinity.store.queue import QueuedEngine

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.store.blocks import Home
+from zero_infinity.store.block import Home
 from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from zero_infinity.runtime.unit import GRAIN, ManagedParameter, Unit
 from zero_infinity.runtime.update_rule import Scalars, probe_state_names
-from zero_infinity.store.blocks import Block, BlockStore, Home
+from zero_infinity.store.block import Block, Home
+from zero_infinity.store.blocks import BlockStore
 
 MASTER = "master"
 

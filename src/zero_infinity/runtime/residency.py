@@ -15,7 +15,8 @@ from contextlib import contextmanager
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.schedule.policy import NoRoomError, Policy
-from zero_infinity.store.blocks import Block, BlockStore, Home
+from zero_infinity.store.block import Block, Home
+from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.engine import Priority
 from zero_infinity.units import format_bytes
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_infinity.store.blocks import Block
+from zero_infinity.store.block import Block
 
 if TYPE_CHECKING:
     from zero_infinity.runtime.sources import Source

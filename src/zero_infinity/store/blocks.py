@@ -24,11 +24,10 @@ A block whose home is RAM keeps its buffer from its first fetch until its conten
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,10 +35,10 @@ from dataclasses import dataclass
 import torch
 
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError
-from zero_infinity.store.buffers import Buffer, BufferPool, Request
-from zero_infinity.store.engine import Direction, Engine, Priority, Ticket
+from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
+from zero_infinity.store.buffers import Buffer, BufferPool
+from zero_infinity.store.engine import Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
-from zero_infinity.store.memory import PAGE_BYTES
 from zero_infinity.units import format_bytes
 
 # How often a waiting thread looks for tensors that have died: their finalizers may not wake anyone.
@@ -49,122 +48,6 @@ _POLL_SECONDS = 0.001
 _STUCK_SECONDS = 5.0
 # ...or after this long when workers hold blocks that they do not use now: they may be busy elsewhere.
 _STUCK_WHILE_HELD_SECONDS = 30.0
-
-
-class Home(enum.Enum):
-    """The slowest tier that a block may be pushed down to."""
-
-    NVME = "nvme"
-    RAM = "ram"
-
-
-class Residence(enum.Enum):
-    """Where a block's bytes are, seen from the fast tier."""
-
-    ABSENT = "absent"  # only at home
-    QUEUED = "queued"  # waits for room
-    READING = "reading"
-    PRESENT = "present"
-
-
-class Visit:
-    """One stay of a block in memory, from the fetch that asks for room to the eviction that gives it back."""
-
-    __slots__ = ("buffer", "evicting", "request", "residence", "turns")
-
-    def __init__(self) -> None:
-        self.residence = Residence.QUEUED
-        self.request: Request | None = None
-        self.buffer: Buffer | None = None
-        self.turns = 0  # of workers that will use the buffer, or do so now
-        self.evicting = False
-
-
-class Use(enum.Enum):
-    """What a place in the order of a block's uses is for."""
-
-    CHANGE = "change"
-    READ = "read"
-    EXPIRE = "expire"  # the content dies
-
-
-class Turn:
-    """One place in the order of a block's uses."""
-
-    __slots__ = ("claimed", "use", "visit")
-
-    def __init__(self, use: Use, visit: Visit | None, *, claimed: bool = False) -> None:
-        self.use = use
-        self.visit = visit  # that it keeps in memory
-        self.claimed = claimed  # it belongs to one call, and is not for whichever worker comes next
-
-
-class Block:
-    """A named byte string. Its fields belong to the store and change only under the store's lock."""
-
-    __slots__ = (
-        "checksum",
-        "dirty",
-        "has_content",
-        "home",
-        "key",
-        "name",
-        "num_bytes",
-        "offset",
-        "priority",
-        "ticket",
-        "turns",
-        "visits",
-    )
-
-    def __init__(self, key: int, name: str, num_bytes: int, home: Home, offset: int | None) -> None:
-        self.key = key  # unique in its store
-        self.name = name
-        self.num_bytes = num_bytes
-        self.home = home
-        self.offset = offset  # in the engine's address space; None when the home is RAM
-        self.has_content = False
-        self.dirty = False  # the buffer is newer than the home
-        # The first is the present one; a later one was asked for before the one before it had left.
-        self.visits: deque[Visit] = deque()
-        self.turns: deque[Turn] = deque()  # that have not ended, in the order in which they began
-        self.ticket: Ticket | None = None  # the read or write in flight
-        self.priority = Priority.PREFETCH
-        self.checksum: int | None = None
-
-    def __repr__(self) -> str:
-        stays = ", ".join(
-            f"{v.residence.value}{'-' * v.evicting}{f' turns={v.turns}' if v.turns else ''}" for v in self.visits
-        )
-        return f"<Block {self.name} {format_bytes(self.num_bytes)}{'*' * self.dirty} {stays or 'absent'}>"
-
-    @property
-    def residence(self) -> Residence:
-        visit = self._present_visit()
-        return Residence.ABSENT if visit is None else visit.residence
-
-    @property
-    def held_bytes(self) -> int:
-        """What it takes of a budget when it is present."""
-        return round_up(self.num_bytes, PAGE_BYTES)
-
-    @property
-    def stored_bytes(self) -> int:
-        """What it takes at home, and what one transfer of it moves."""
-        return round_up(self.num_bytes)
-
-    @property
-    def leased(self) -> bool:
-        """Whether a tensor over its memory is alive."""
-        visit = self._present_visit()
-        return visit is not None and visit.buffer is not None and visit.buffer.leases > 0
-
-    def _present_visit(self) -> Visit | None:
-        # Also read without the lock, while another thread may end the last visit: so one access and no test before it.
-        try:
-            return self.visits[0]
-        except IndexError:
-            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import torch
 
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, TransferError, UsageError
 from zero_infinity.store import blocks
-from zero_infinity.store.blocks import Block, BlockStore, Home, Residence
+from zero_infinity.store.block import Block, Home, Residence
+from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
 from zero_infinity.store.engine import Direction, Priority
 from zero_infinity.store.files import FileDevice

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zero_infinity.store.blocks import Block, BlockStore, Home
+from zero_infinity.store.block import Block, Home
+from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
 from zero_infinity.store.device import Device
 from zero_infinity.store.files import FileDevice

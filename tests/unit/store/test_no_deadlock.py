@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from zero_infinity.store.blocks import Block, BlockStore, Home
+from zero_infinity.store.block import Block, Home
+from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
 from zero_infinity.store.memory_device import MemoryDevice, Request
 from zero_infinity.store.queue import QueuedEngine
