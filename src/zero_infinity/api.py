@@ -34,7 +34,10 @@ def prepare(
     `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
     """
     if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _hosts(model)):
-        raise UsageError("this model is prepared already\n  fix:   call zi.prepare once, with a plain optimizer")
+        raise UsageError(
+            "this model, or another one from the same zi.init, is prepared already\n"
+            "  fix:   call zi.prepare once for each model, with a plain optimizer; one zi.init for each model"
+        )
     place = accelerator or _find_accelerator()
     engine = TrainingEngine(model, optimizer, config or Config(), place)
     if place is not None:
@@ -51,10 +54,12 @@ def init(config: Config | None = None) -> Iterator[None]:
     """
     construction = Construction(config or Config())
     handle = register_module_parameter_registration_hook(construction)
+    construction.begin()
     try:
         yield
         construction.close()
     finally:
+        construction.end()
         handle.remove()
 
 

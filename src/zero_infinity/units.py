@@ -140,3 +140,9 @@ def _unit_hint(number: str, unit: str, units: dict[str, int]) -> str:
 def _rounded_tenths(value: int, unit: int) -> int:
     """Tenths of `unit` in `value`, half up; in integers, so that no float error shows in the last digit."""
     return (value * 10 + unit // 2) // unit
+
+
+def suggest_bytes(num_bytes: int) -> str:
+    """The next round size that is enough, as a user would write it in a setting: '"12MiB"'."""
+    mebibytes = -(-num_bytes // 2**20)
+    return f'"{-(-mebibytes // 102) / 10:.1f}GiB"' if mebibytes >= 1024 else f'"{mebibytes}MiB"'

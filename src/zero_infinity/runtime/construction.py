@@ -1,9 +1,9 @@
 """`zi.init`: a model that never exists whole, not even while it is built.
 
-Every parameter that a module registers is noted. As soon as another module registers one, those noted before are moved
-into blocks and parked. Whatever the constructor does to them afterwards (tying, a second initialisation over all
-modules at the end) goes through the safety net, so that the values are those of a plain construction with the same
-seed.
+Every parameter that a module registers is noted. When the next module but one registers its first, those noted are
+moved into blocks and parked. (Not sooner: nn.MultiheadAttention registers a bias after its inner projection's.)
+Whatever the constructor does to them afterwards (tying, a second initialisation over all modules at the end) goes
+through the safety net, so that the values are those of a plain construction with the same seed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from torch import nn
 
 from zero_infinity.config import Config
 from zero_infinity.errors import CapacityError
-from zero_infinity.runtime import parked
+from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.host import ParameterHost
-from zero_infinity.runtime.placement import home_while_building, suggest
-from zero_infinity.runtime.unit import make_unit, manageable
+from zero_infinity.runtime.placement import home_while_building
+from zero_infinity.runtime.unit import ManagedParameter, make_unit, manageable
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
 from zero_infinity.store.memory import trim_heap
-from zero_infinity.units import format_bytes
+from zero_infinity.units import format_bytes, suggest_bytes
+
+# Constructions that are under way, the innermost last: only that one takes parameters.
+_under_way: list[Construction] = []
 
 
 class Construction:
@@ -32,43 +35,78 @@ class Construction:
         self._resident_bytes = 0
         self._untrimmed_bytes = 0
 
+    def begin(self) -> None:
+        _under_way.append(self)
+        self._host.exposure.on_copy = self._copied
+
+    def end(self) -> None:
+        _under_way.remove(self)
+        self._host.exposure.on_copy = lambda *_: None
+
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or parked.managed(parameter) is not None:
+        if parameter is None or _under_way[-1] is not self or parked.managed(parameter) is not None:
             return
         if nn.parameter.is_lazy(parameter) or not manageable(parameter):
             return
-        if module not in self._open:
-            self.close()
+        if module not in self._open and len(self._open) > 1:
+            self._close_all_but_last()
         self._open.setdefault(module, {})[name] = parameter
+
+    def _close_all_but_last(self) -> None:
+        *old, last = self._open.items()
+        self._open = dict([last])
+        for module, parameters in old:
+            self._close(module, parameters)
 
     def close(self) -> None:
         """Move in what is noted."""
         noted, self._open = self._open, {}
         for module, parameters in noted.items():
-            by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-            for name, parameter in parameters.items():
-                # It may have been replaced meanwhile, or be managed by now under another name.
-                if module._parameters.get(name) is parameter and parked.managed(parameter) is None:
-                    by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
-            for dtype, members in by_dtype.items():
-                self._move_in(type(module).__name__, members, dtype)
+            self._close(module, parameters)
+
+    def _close(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in parameters.items():
+            # It may have been replaced meanwhile, or be managed by now under another name.
+            if module._parameters.get(name) is parameter and parked.managed(parameter) is None:
+                by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
+        for dtype, members in by_dtype.items():
+            self._move_in(type(module).__name__, members, dtype)
+        hooks.attach_state_hooks(module, self._host.exposure)
+
+    def _copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
+        """Layers are often made by copying the first: a copy is never registered, but goes the same way."""
+        self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         unit = make_unit(name, members, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
-        config, budget = self._host.config, self._host.store.pool.budget
-        if unit.num_bytes > budget:
-            raise CapacityError(
-                f"{name} with {', '.join(f'{n} {tuple(p.shape)}' for n, p in members)} needs "
-                f"{format_bytes(unit.num_bytes)} of host memory to be built, but memory is {format_bytes(budget)}\n"
-                f"  fix:   memory={suggest(2 * unit.num_bytes)}"
-            )
-        home = home_while_building(unit.num_bytes, self._resident_bytes, config.memory_budget(), nvme=bool(config.nvme))
-        if home is Home.RAM and config.nvme:
-            self._resident_bytes += round_up(unit.num_bytes)
+        nvme, budget = bool(self._host.config.nvme), self._host.store.pool.budget
+        size = round_up(unit.num_bytes)
+        home = home_while_building(unit.num_bytes, self._resident_bytes, budget, nvme=nvme)
+        if size + (self._resident_bytes if home is Home.RAM else 0) > budget:
+            raise _too_large(members, size, self._resident_bytes, budget, nvme=nvme)
+        if home is Home.RAM:
+            self._resident_bytes += size
             self._host.residency.limit(budget - self._resident_bytes, 0)
         self._host.add(unit, home)
         self._host.move_in(unit)
-        self._untrimmed_bytes += unit.num_bytes
+        self._untrimmed_bytes += size
         if self._untrimmed_bytes > budget // 4:
             trim_heap()
             self._untrimmed_bytes = 0
+
+
+def _too_large(
+    members: list[tuple[str, nn.Parameter]], size: int, resident: int, budget: int, *, nvme: bool
+) -> CapacityError:
+    listed = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in members)
+    if nvme:
+        return CapacityError(
+            f"{listed} needs {format_bytes(size)} of host memory to be built, but memory is {format_bytes(budget)}\n"
+            f"  fix:   memory={suggest_bytes(2 * size)}"
+        )
+    return CapacityError(
+        f"with {listed} the model's parameters take {format_bytes(resident + size)} so far, but memory is "
+        f"{format_bytes(budget)} and there is no nvme to put the rest on\n"
+        f'  fix:   nvme="/path/on/a/drive", or more memory'
+    )

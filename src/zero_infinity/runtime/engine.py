@@ -64,9 +64,12 @@ class TrainingEngine:
         copies = 0 if accelerator is not None else _copy_budget(self.units, config.memory_budget())
         if accelerator is not None:
             check_room(self.units, config.device_memory or accelerator.budget)
-        self.placement = place(self._sizes, config.memory_budget() - copies, nvme=bool(config.nvme))
-
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
+        for host in hosts:
+            host.check_same_place(config)
+        together = _needed_together(owners)
+        self.placement = place(self._sizes, config.memory_budget() - copies, together, nvme=bool(config.nvme))
+
         self.host = hosts.pop() if hosts else ParameterHost(config)
         self.store = self.host.store
         self.residency = self.host.residency
@@ -376,8 +379,8 @@ class GradientHook(hooks.Hook):
 def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if not parameter.numel():
-                continue
+            if not parameter.numel() or not parameter.is_floating_point():
+                continue  # it never gets a gradient
             if parameter not in managed:
                 raise UsageError(
                     f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
@@ -393,6 +396,19 @@ def _size(unit: Unit, record: Record | None) -> UnitSize:
         return UnitSize(unit.name, round_up(unit.num_bytes), 0, 0, home)
     each = record.span * record.dtype.itemsize
     return UnitSize(unit.name, round_up(unit.num_bytes), each * len(record.slots), each, home)
+
+
+def _needed_together(owners: Owners) -> list[tuple[str, int]]:
+    """The bytes of each module's units that are read by one operation."""
+    sizes = []
+    for module, parameters in owners.items():
+        members = list(parameters)
+        if isinstance(module, nn.MultiheadAttention):
+            # Its one operation takes the output projection's parameters, too.
+            members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
+        units = dict.fromkeys(p.unit for p in members)
+        sizes.append((next(iter(units)).name, sum(round_up(unit.num_bytes) for unit in units)))
+    return sizes
 
 
 def _copy_budget(units: Sequence[Unit], memory: int) -> int:

@@ -60,6 +60,8 @@ class Exposure:
         # Set when training is prepared: told of every read, and of every value that the user changed.
         self.on_read: Callable[[Unit], None] = _ignore
         self.on_edit: Callable[[ManagedParameter, torch.Tensor], None] = _ignore
+        # Set while a model is being built: told of every copy.
+        self.on_copy: Callable[[ManagedParameter, nn.Parameter], None] = _ignore
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
         self._num_exposed = 0
         self._thread = 0
@@ -136,6 +138,10 @@ class Exposure:
             if pushed:
                 _autograd._pop_saved_tensors_default_hooks()
             self.park(parameters)
+
+    def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
+        """A deep copy of `original` was made."""
+        self.on_copy(original, copy)
 
     @contextmanager
     def exposed(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:

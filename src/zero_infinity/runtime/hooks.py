@@ -131,6 +131,15 @@ class ForwardStack:
         self._exposure.park(entry.parameters)
 
 
+def attach_state_hooks(module: nn.Module, exposure: Exposure) -> None:
+    """Let the module's state_dict hold copies, and its load_state_dict copy into the parameters that are there."""
+    if any(isinstance(hook, CopyStates) for hook in module._state_dict_pre_hooks.values()):
+        return
+    module.register_state_dict_pre_hook(CopyStates(exposure, +1))
+    module.register_state_dict_post_hook(CopyStates(exposure, -1))
+    module.register_load_state_dict_pre_hook(RefuseAssignment())
+
+
 def attach(model: nn.Module, exposure: Exposure, owners: dict[nn.Module, list[ManagedParameter]]) -> None:
     """Put hooks on every module; `owners` says which parameters belong to which."""
     stack = ForwardStack(exposure)
@@ -141,6 +150,4 @@ def attach(model: nn.Module, exposure: Exposure, owners: dict[nn.Module, list[Ma
         module.register_forward_pre_hook(BeforeForward(exposure, stack, parameters), prepend=True)
         # always_call: an exception, or checkpoint's early stop of a recomputation, skips ordinary hooks.
         module.register_forward_hook(AfterForward(stack), always_call=True)
-        module.register_state_dict_pre_hook(CopyStates(exposure, +1))
-        module.register_state_dict_post_hook(CopyStates(exposure, -1))
-        module.register_load_state_dict_pre_hook(RefuseAssignment())
+        attach_state_hooks(module, exposure)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from zero_infinity.config import Config
+from zero_infinity.errors import UsageError
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.residency import Residency
@@ -57,6 +58,16 @@ class ParameterHost:
         self.closers: list[Callable[[], None]] = [self.store.close]
         weakref.finalize(self, _close_apart, self.closers).atexit = False
         _alive.add(self)
+
+    def check_same_place(self, config: Config) -> None:
+        """Raise when `config` asks for another store than this one, which a model was built in."""
+        for field in ("memory", "nvme", "verify"):
+            built, asked = getattr(self.config, field), getattr(config, field)
+            if built != asked:
+                raise UsageError(
+                    f"the model was built by zi.init with {field}={built!r}, but zi.prepare was given "
+                    f"{field}={asked!r}\n  fix:   give both the same config"
+                )
 
     def add(self, unit: Unit, home: Home) -> None:
         """Give a unit its block, without content."""

@@ -31,6 +31,9 @@ class Exposer(Protocol):
     ) -> Any:
         """Run `call`, which is some call of `func`, while the parameters show their values."""
 
+    def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
+        """A deep copy of `original` was made."""
+
 
 def managed(parameter: torch.Tensor) -> ManagedParameter | None:
     """What is known of a parameter, if it is one of ours."""
@@ -51,7 +54,8 @@ def adopt(parameter: ManagedParameter, exposer: Exposer) -> None:
 
 def park(parameter: ManagedParameter) -> None:
     """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
-    parameter.parameter.data = parameter.parked_data
+    with torch._C.DisableTorchFunctionSubclass():  # it may be parked already, by whom it moves away from
+        parameter.parameter.data = parameter.parked_data
     parameter.parameter.__class__ = ParkedParameter
 
 
@@ -129,11 +133,12 @@ class ParkedParameter(nn.Parameter):
         return _call_exposed(found, func, lambda: func(*args, **keywords))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy is an ordinary parameter with the values in memory."""
+        """A copy is an ordinary parameter with the values in memory (or parked, while a model is being built)."""
         parameter = self.__dict__[ATTRIBUTE]
         copied: nn.Parameter = _call_exposed([parameter], copy.deepcopy, lambda: self.__deepcopy__(memo))
         for name in (ATTRIBUTE, ATTRIBUTE + "_exposer"):
             copied.__dict__.pop(name, None)
+        exposer_of(parameter).copied(parameter, copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

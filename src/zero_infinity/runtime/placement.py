@@ -16,7 +16,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.store.block import Home
 from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
-from zero_infinity.units import format_bytes
+from zero_infinity.units import format_bytes, suggest_bytes
 
 # A unit of at most this many bytes is small...
 _SMALL_BYTES = 256 * 1024
@@ -66,8 +66,11 @@ class Placement:
         return self.resident + self.set_aside + self.cache
 
 
-def place(units: Sequence[UnitSize], budget: int, *, nvme: bool) -> Placement:
-    """Divide `budget` bytes; `CapacityError` when it cannot work."""
+def place(units: Sequence[UnitSize], budget: int, together: Sequence[tuple[str, int]], *, nvme: bool) -> Placement:
+    """Divide `budget` bytes; `CapacityError` when it cannot work.
+
+    `together`: modules whose parameters are needed all at once, with the bytes of these.
+    """
     gradients = max((u.gradients for u in units), default=0)
     if not nvme:
         resident = sum(u.total(_MAX_CHUNK_BYTES) for u in units) + gradients
@@ -75,7 +78,7 @@ def place(units: Sequence[UnitSize], budget: int, *, nvme: bool) -> Placement:
             raise CapacityError(
                 f"the states take {format_bytes(resident)} of host memory, but memory is {format_bytes(budget)} "
                 "and there is no nvme to put the rest on\n"
-                f'  fix:   nvme="/path/on/a/drive", or memory={suggest(resident)}'
+                f'  fix:   nvme="/path/on/a/drive", or memory={suggest_bytes(resident)}'
             )
         homes = (Home.RAM,) * len(units)
         return Placement(homes, resident - gradients, gradients, 0, 0, _MAX_CHUNK_BYTES, 0)
@@ -87,8 +90,8 @@ def place(units: Sequence[UnitSize], budget: int, *, nvme: bool) -> Placement:
     chunk = _chunk_bytes(budget - resident - set_aside)
     everything = sum(u.total(chunk) for u in moving)
     cache = min(budget - resident - set_aside, everything)
-    _check(moving, budget, resident, gradients, chunk)
-    if cache < _minimum(moving, chunk):
+    _check(moving, together, budget, resident, gradients, chunk)
+    if cache < _minimum(moving, together, chunk):
         # Tight: only what one unit's gradients need is set aside.
         set_aside = gradients
         cache = min(budget - resident - set_aside, everything)
@@ -113,25 +116,27 @@ def _chunk_bytes(cache: int) -> int:
     return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, round_up(int(max(cache, 0) * _CHUNK_SHARE))))
 
 
-def _minimum(moving: Sequence[UnitSize], chunk: int) -> int:
-    """The least cache: the largest unit's parameters and two chunks (a record and a gradient)."""
-    return max((u.parameters + min(2 * chunk, round_up(u.record) + round_up(u.gradients)) for u in moving), default=0)
+def _minimum(moving: Sequence[UnitSize], together: Sequence[tuple[str, int]], chunk: int) -> int:
+    """The least cache: what is needed at once, or the largest unit's parameters and two chunks (record, gradient)."""
+    update = max((u.parameters + min(2 * chunk, round_up(u.record) + round_up(u.gradients)) for u in moving), default=0)
+    return max(update, max((size for _, size in together), default=0))
 
 
-def _check(moving: Sequence[UnitSize], budget: int, resident: int, gradients: int, chunk: int) -> None:
-    minimum = resident + gradients + _minimum(moving, chunk)
+def _check(
+    moving: Sequence[UnitSize],
+    together: Sequence[tuple[str, int]],
+    budget: int,
+    resident: int,
+    gradients: int,
+    chunk: int,
+) -> None:
+    minimum = resident + gradients + _minimum(moving, together, chunk)
     if minimum <= budget:
         return
-    largest = max(moving, key=lambda u: u.parameters)
+    name, size = max([*together, *((u.name, u.parameters) for u in moving)], key=lambda pair: pair[1])
     raise CapacityError(
-        f"{largest.name!r} needs {format_bytes(largest.parameters)} of host memory for its parameters and "
-        f"{format_bytes(gradients)} for gradients to be trained, {format_bytes(minimum)} with two chunks of optimizer "
-        f"state, but memory is {format_bytes(budget)}\n"
-        f"  fix:   memory={suggest(minimum)}"
+        f"{name!r} needs {format_bytes(size)} of host memory for its parameters and {format_bytes(gradients)} for "
+        f"gradients to be trained, {format_bytes(minimum)} with two chunks of optimizer state, but memory is "
+        f"{format_bytes(budget)}\n"
+        f"  fix:   memory={suggest_bytes(minimum)}"
     )
-
-
-def suggest(num_bytes: int) -> str:
-    """The next round size, as a user would write it."""
-    mebibytes = -(-num_bytes // 2**20)
-    return f'"{-(-mebibytes // 102) / 10:.1f}GiB"' if mebibytes >= 1024 else f'"{mebibytes}MiB"'

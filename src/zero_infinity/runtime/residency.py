@@ -18,7 +18,7 @@ from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.store.block import Block, Home
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.engine import Priority
-from zero_infinity.units import format_bytes
+from zero_infinity.units import format_bytes, suggest_bytes
 
 
 class Residency:
@@ -107,5 +107,6 @@ class Residency:
         return CapacityError(
             f"{block.name!r} needs {format_bytes(error.needed)} now, but all that could leave the "
             f"{format_bytes(error.budget)} for blocks is in use{held}\n"
-            "  fix:   drop tensors that refer to these parameters, or give more memory"
+            f"  fix:   memory={suggest_bytes(self.store.pool.budget + error.needed)} or more, if one operation needs "
+            "all of these at once; else drop the tensors that refer to them"
         )
