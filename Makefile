@@ -26,8 +26,10 @@ lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## measure the drive under the directory for temporary files
-	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && $(BIN)/zero-infinity bench io "$$directory"
+bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (about 8 minutes; results in bench-out)
+	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
+	$(BIN)/zero-infinity bench io "$$directory" && \
+	$(BIN)/zero-infinity bench train --nvme "$$directory" --out bench-out
 
 clean: ## remove .venv and everything that tools leave behind
 	rm -rf $(VENV) build dist bench-out .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache

@@ -78,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     race = _race(args)
+    commit = _commit()  # now: files may change while it runs
     with interruption.watched(), _swap_directory(args.nvme) as nvme:
         contenders = [
             Contender(race, setting, timeout=args.timeout) for setting in make_settings(args.budgets, race, nvme)
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report(
         command=shlex.join(["zero-infinity", *sys.argv[1:]]),
         date=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
-        commit=_commit(),
+        commit=commit,
         machine=machine,
         race=asdict(race),
         warmup=args.warmup,

@@ -92,7 +92,7 @@ class TrainingEngine:
                 self.host.add(unit, home)
         self._make_chunks()
         self.keeper = RecordKeeper(self.residency, self.records)
-        self._updater = Updater(self.store)
+        self._updater = Updater(self.store, shares_cores=self._accelerator is None)
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
         for unit in new_units:

@@ -1,9 +1,9 @@
-"""The worker that updates parameters while the model computes.
+"""Updates parameters while the model computes.
 
 A job updates one unit: for each chunk it waits for the chunk's record, calls the user's optimizer on it in place, and
 lets it go home. Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched)
-by the thread that submitted it, in the order in which the job uses them; this thread only waits, computes and lets go.
-It never touches an `nn.Parameter`.
+by the thread that submitted it, in the order in which the job uses them; here they are only waited for, changed and let
+go. The worker never touches an `nn.Parameter`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_infinity.errors import EngineClosedError
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.unit import ManagedParameter
 from zero_infinity.runtime.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
+from zero_infinity.store.block import Block
 from zero_infinity.store.blocks import BlockStore
 
 
@@ -39,26 +41,54 @@ class Job:
         return any(gradient is None for gradient in self.gradients.values())
 
 
-class Updater:
-    """Runs jobs on a thread of its own. An error in a job is kept, and raised by whoever submits or waits next."""
+class _Progress:
+    """How far a job has come."""
 
-    def __init__(self, store: BlockStore) -> None:
+    __slots__ = ("job", "next_chunk", "states")
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.next_chunk = 0
+        self.states: list[tuple[ManagedParameter, tuple[str, ...], Scalars]] = []
+
+
+class Updater:
+    """Runs jobs in their order. An error in a job is kept, and raised by whoever submits or waits next.
+
+    On a CPU that also computes the model (`shares_cores`), chunks whose bytes are there already are updated at once by
+    the thread that submits them, on all its cores: a second thread would only take turns with the model's own kernels
+    on the same cores. What has to wait for a drive is left to the worker, which uses one core.
+    """
+
+    def __init__(self, store: BlockStore, *, shares_cores: bool) -> None:
         self._store = store
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._shares_cores = shares_cores
+        self._jobs: queue.SimpleQueue[_Progress | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_pending = 0
         self._error: BaseException | None = None
-        # While the model computes, a second OpenMP team would take its cores; when it waits for us they are free.
-        self._all_threads = torch.get_num_threads()
-        self._waited_for = False
         self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
+        num_threads = torch.get_num_threads()
+        self._started = threading.Event()
         self._thread.start()
+        self._started.wait()
+        # What the worker has set for itself is what threads to come would start with.
+        torch.set_num_threads(num_threads)
 
     def submit(self, job: Job) -> None:
+        """Run the job, or leave it to the worker."""
         self.check()
+        progress = _Progress(job)
+        if self._shares_cores and not self._num_pending:
+            try:
+                if self._run(progress, wait=False):
+                    return
+            except BaseException as error:
+                self._error = error
+                raise
         with self._changed:
             self._num_pending += 1
-        self._jobs.put(job)
+        self._jobs.put(progress)
 
     def check(self) -> None:
         """Raise what a job failed with."""
@@ -72,11 +102,7 @@ class Updater:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds (looked at after every job) or no job is left."""
         with self._changed:
-            self._waited_for = True
-            try:
-                self._changed.wait_for(lambda: self._error is not None or not self._num_pending or condition())
-            finally:
-                self._waited_for = False
+            self._changed.wait_for(lambda: self._error is not None or not self._num_pending or condition())
         self.check()
 
     def drain(self) -> None:
@@ -86,42 +112,52 @@ class Updater:
     def close(self) -> None:
         """End the thread after the job that runs now; what waits is dropped. Idempotent."""
         if self._error is None:
-            self._error = RuntimeError("the updater is closed")
+            self._error = EngineClosedError("the updater is closed")
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        torch.set_num_threads(1)
+        self._started.set()
+        while (progress := self._jobs.get()) is not None:
             if self._error is None:
                 try:
-                    self._run(job)
+                    self._run(progress, wait=True)
                 except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
                     self._error = error
             with self._changed:
                 self._num_pending -= 1
                 self._changed.notify_all()
-            del job
+            del progress
 
-    def _run(self, job: Job) -> None:
+    def _run(self, progress: _Progress, *, wait: bool) -> bool:
+        """Go on with a job: to its end, or (`wait` is False) as far as goes without waiting. True: it is done."""
+        job = progress.job
         record = job.record
-        block = record.unit.the_block()
-        try:
-            with torch.no_grad():
-                states = [state for chunk in record.chunks for state in self._update(job, chunk)]
-        finally:
-            self._store.unhold(block, dirty=True)
-        for parameter, names, scalars in states:
+        with torch.no_grad():
+            while progress.next_chunk < len(record.chunks):
+                chunk = record.chunks[progress.next_chunk]
+                if not wait and not all(self._store.changeable(block) for block in self._blocks(job, chunk)):
+                    return False
+                progress.states += self._update(job, chunk)
+                progress.next_chunk += 1
+        self._store.unhold(record.unit.the_block(), dirty=True)
+        for parameter, names, scalars in progress.states:
             record.started[parameter] = names
             record.scalars[parameter] = scalars
             parameter.edited = False
         job.done()
+        return True
+
+    def _blocks(self, job: Job, chunk: Chunk) -> list[Block]:
+        blocks = (job.record.unit.the_block(), chunk.gradient if job.in_blocks else None, chunk.record)
+        return [block for block in blocks if block is not None]
 
     def _update(self, job: Job, chunk: Chunk) -> list[tuple[ManagedParameter, tuple[str, ...], Scalars]]:
         """Update one chunk; returns the names and the new scalars of each state (the old serve the other chunks)."""
-        torch.set_num_threads(self._all_threads if self._waited_for else 1)
         record = job.record
-        held = [b for b in (chunk.gradient if job.in_blocks else None, chunk.record) if b is not None]
+        held = self._blocks(job, chunk)[1:]
         updated = []
         try:
             with ExitStack() as stack:

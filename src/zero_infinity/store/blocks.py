@@ -205,6 +205,11 @@ class BlockStore:
         with self._changed:
             self._begin(block, Use.READ)
 
+    def changeable(self, block: Block) -> bool:
+        """Whether `changing` would not wait."""
+        with self._changed:
+            return self._may_change(block)
+
     @contextmanager
     def changing(self, block: Block) -> Iterator[torch.Tensor]:
         """A worker's view of a held block's bytes, to change in place: it must not outlive the context."""
