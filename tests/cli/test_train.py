@@ -171,12 +171,6 @@ def test_a_hugging_face_config(config: dict[str, object], here: Path, capsys: py
     assert sorted(os.listdir(here)) == ["config.json", "text"]
 
 
-def test_a_hugging_face_config_in_the_least_memory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 256}
-    (here / "config.json").write_text(json.dumps(config))
-    train_json(capsys, "--hf", "config.json", "--batch", "4", "--steps", "2", "--memory", "768KiB")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

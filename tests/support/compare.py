@@ -238,36 +238,39 @@ def _outcome(run: Run, stats: zi.Stats | None = None) -> Outcome:
 # ---------------------------------------------------------------------- budgets
 
 
+Asked = tuple[Sequence[placement.UnitSize], Sequence[tuple[str, int]]]
+
+
 class _Captured(Exception):
-    def __init__(self, sizes: Sequence[placement.UnitSize]) -> None:
+    def __init__(self, asked: Asked) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.asked = asked
 
 
-def unit_sizes(make: MakeModel, optimizer: MakeOptimizer) -> Sequence[placement.UnitSize]:
+def asked_of_place(make: MakeModel, optimizer: MakeOptimizer) -> Asked:
     """What `prepare` asks `place` to find room for."""
 
-    def capture(sizes: Sequence[placement.UnitSize], *_: Any, **__: Any) -> None:
-        raise _Captured(sizes)
+    def capture(sizes: Sequence[placement.UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any) -> None:
+        raise _Captured((sizes, together))
 
     with mock.patch.object(engine_module, "place", capture):
         try:
             zi.prepare(*_made(make, optimizer), zi.Config(memory="1GiB"))
         except _Captured as captured:
-            return captured.sizes
+            return captured.asked
     raise AssertionError("prepare did not ask for a placement")
 
 
 def minimal_memory(make: MakeModel, optimizer: MakeOptimizer, *, nvme: bool = True) -> int:
     """The smallest `memory` that prepare accepts."""
-    return _minimal(unit_sizes(make, optimizer), nvme=nvme)
+    return _minimal(asked_of_place(make, optimizer), nvme=nvme)
 
 
 def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting) -> int:
     """The memory of a setting, for this model."""
-    sizes = unit_sizes(make, optimizer)
-    states = sum(map(_state_bytes, sizes))
-    minimal = _minimal(sizes, nvme=setting.nvme)
+    asked = asked_of_place(make, optimizer)
+    states = sum(map(_state_bytes, asked[0]))
+    minimal = _minimal(asked, nvme=setting.nvme)
     # Blocks are whole pages, so that the states of a tiny model take more than their bytes.
     wanted = {Budget.FITS: 4 * states, Budget.HALF: states // 2, Budget.MINIMAL: 0}[setting.budget]
     return max(wanted, minimal)
@@ -277,10 +280,10 @@ def _state_bytes(size: placement.UnitSize) -> int:
     return size.parameters + size.record + size.gradients
 
 
-def _minimal(sizes: Sequence[placement.UnitSize], *, nvme: bool) -> int:
+def _minimal(asked: Asked, *, nvme: bool) -> int:
     def accepted(memory: int) -> bool:
         try:
-            placement.place(sizes, memory, nvme=nvme)
+            placement.place(asked[0], memory, asked[1], nvme=nvme)
         except zi.CapacityError:
             return False
         return True
