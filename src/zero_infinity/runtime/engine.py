@@ -315,7 +315,7 @@ class TrainingEngine:
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be, in memory."""
-        self._updater.drain()
+        self.settle()
         numbers = {p: i for i, p in enumerate(p for g in self.user_optimizer.param_groups for p in g["params"])}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
@@ -327,7 +327,7 @@ class TrainingEngine:
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take in the states of a plain optimizer's `state_dict()`."""
-        self._updater.drain()
+        self.settle()
         parameters = [p for group in self.user_optimizer.param_groups for p in group["params"]]
         for number, state in state_dict["state"].items():
             if parameters[number] in self._managed:
@@ -335,6 +335,11 @@ class TrainingEngine:
         self.user_optimizer.load_state_dict(state_dict)
         self.keeper.forget_states()
         self._take_states()
+
+    def settle(self) -> None:
+        """Wait until every update that was submitted is done and no byte is on its way."""
+        self._updater.drain()
+        self.store.settle()
 
     def stats(self) -> Stats:
         """What is held and what was done so far."""
