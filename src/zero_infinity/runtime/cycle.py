@@ -28,6 +28,7 @@ class Cycle:
     updated_parameters: set[ManagedParameter] = field(default_factory=set)
     deferred: set[Unit] = field(default_factory=set)  # that wanted to be updated early, but a handle was alive
     backward_complete: bool = True
+    discarded: bool = False  # gradients were thrown away
 
     def read(self, unit: Unit) -> None:
         self.events += 1
@@ -51,4 +52,6 @@ class Cycle:
 
     def allows_early_update(self, unit: Unit, num_backwards: int) -> bool:
         """Whether, going by this cycle, the unit can be updated as soon as its gradients are complete."""
-        return self.num_backwards == num_backwards and not self.read_late(unit) and unit not in self.deferred
+        if self.num_backwards != num_backwards or self.discarded or unit in self.deferred:
+            return False
+        return unit in self.last_firing and not self.read_late(unit)

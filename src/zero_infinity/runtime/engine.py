@@ -49,7 +49,7 @@ class TrainingEngine:
         self.user_optimizer = optimizer
         self.grad_norm: torch.Tensor | None = None
         self._accelerator = accelerator
-        self._clip_factors: tuple[torch.Tensor, ...] = ()
+        self._zeros = False  # gradients were set to zeros rather than to None
         self._num_steps = 0
         self._model_parameters = list(model.parameters())
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
@@ -207,6 +207,7 @@ class TrainingEngine:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
         hooks.attach(model, self.host.exposure, owners)
+        model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
         computed = {u.compute_dtype for u in self.units}
         if len(computed) == 1 and (self.config.param_dtype or self.config.compute_dtype):
             model.register_forward_pre_hook(CastInputs(computed.pop()), prepend=True, with_kwargs=True)
@@ -222,6 +223,7 @@ class TrainingEngine:
     def step(self) -> None:
         """Update with what is left of the gradients."""
         self._take_hand_made_gradients()
+        self._take_zeros()
         factors: tuple[torch.Tensor, ...] = ()
         if self.loss_scale is not None:
             overflowed = not all(torch.isfinite(norm).item() for norm in self.gradients.norms.values())
@@ -233,44 +235,44 @@ class TrainingEngine:
             factors += (unscale,)
             for managed, norm in self.gradients.norms.items():
                 self.gradients.norms[managed] = norm * unscale
-        factors += self._clip_factors
-        self._clip_factors = ()
         if self.config.max_grad_norm is not None:
-            factors += self._clip_factor(self._model_parameters, self.config.max_grad_norm)
+            norms = self.gradients.norms
+            found = [norms[m] for p in self._model_parameters if (m := parked.managed(p)) is not None and m in norms]
+            self.grad_norm, clip = _clip_factors(found, self.config.max_grad_norm)
+            factors += clip
         self.gradients.step(factors)
         for source in {unit.the_source() for unit in self.units}:
             source.end_cycle(same_order=self.gradients.same_order)
         self._num_steps += 1
 
     def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip the retained gradients at the coming step; returns their norm."""
+        """Clip the retained gradients of these parameters; returns their norm."""
         if self.gradients.cycle.updated:
             raise UsageError(
                 "zi.clip_grad_norm_ comes too late: parameters were updated while backward ran\n"
                 '  fix:   update="after_backward" or max_grad_norm=... in zi.Config'
             )
-        listed = list(parameters)
-        for parameter in listed:
-            managed = parked.managed(parameter)
-            gradient = self.gradients.gather(managed) if managed is not None else None
-            if managed is not None and gradient is not None:
-                self.gradients.norms[managed] = torch.linalg.vector_norm(gradient)
-        self._clip_factors += self._clip_factor(listed, max_norm)
-        return self.grad_norm if self.grad_norm is not None else torch.tensor(0.0)
+        retained = [m for p in parameters if (m := parked.managed(p)) is not None and self.gradients.has(m)]
+        norms = {}
+        for managed in retained:
+            gradient = self.gradients.gather(managed)
+            if gradient is not None:
+                norms[managed] = torch.linalg.vector_norm(gradient)
+        norm, factors = _clip_factors(list(norms.values()), max_norm)
+        for managed in norms:
+            gradient = self.gradients.gather(managed)
+            if gradient is not None:
+                for factor in factors:
+                    gradient.mul_(factor)
+                self.gradients.replace(managed, gradient)
+        return norm
 
-    def _clip_factor(self, parameters: Iterable[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, ...]:
-        """The factor that `torch.nn.utils.clip_grad_norm_` would multiply gradients by; sets `grad_norm`."""
-        norms = self.gradients.norms
-        found = [norms[m] for p in parameters if (m := parked.managed(p)) is not None and m in norms]
-        if not found:
-            self.grad_norm = torch.tensor(0.0)
-            return ()
-        self.grad_norm = torch.linalg.vector_norm(torch.stack(found))
-        return (torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0),)
-
-    def discard_gradients(self) -> None:
-        """Forget gradients that no update was submitted for."""
+    def discard_gradients(self, *, set_to_none: bool) -> None:
+        """Forget gradients that no update was submitted for; or set those that there have been to zero."""
         self.gradients.discard()
+        if set_to_none:
+            self.gradients.seen.clear()
+        self._zeros = set_to_none is False
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, managed in self._managed.items():
                 if managed.group is not None:
@@ -285,6 +287,14 @@ class TrainingEngine:
             yield
         finally:
             self.gradients.synchronised = before
+
+    def _take_zeros(self) -> None:
+        """After zero_grad(set_to_none=False) a parameter that is not used has a gradient all the same: zeros."""
+        if self._zeros:
+            for managed in [
+                m for m in self._managed.values() if m in self.gradients.seen and not self.gradients.has(m)
+            ]:
+                self.gradients.take(managed, torch.zeros(managed.shape, dtype=managed.unit.compute_dtype))
 
     def _take_hand_made_gradients(self) -> None:
         """Gradients that the user put on parameters himself."""
@@ -379,6 +389,14 @@ class GradientHook(hooks.Hook):
         gradients, managed = self._gradients(), self._managed()
         if gradients is not None and managed is not None:
             gradients.on_gradient(managed)
+
+
+def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The norm of all, and what `torch.nn.utils.clip_grad_norm_` would multiply gradients by."""
+    if not norms:
+        return torch.tensor(0.0), ()
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm, (torch.clamp(max_norm / (norm + 1e-6), max=1.0),)
 
 
 def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:

@@ -30,13 +30,14 @@ from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter, Unit
 class Handle:
     """A saved tensor that lies in a unit: what is needed to find it again."""
 
-    __slots__ = ("__weakref__", "offset", "size", "stride", "unit")
+    __slots__ = ("__weakref__", "num_updates", "offset", "size", "stride", "unit")
 
     def __init__(self, unit: Unit, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
         self.unit = unit
         self.size = size
         self.stride = stride
         self.offset = offset
+        self.num_updates = unit.num_updates
         unit.num_handles += 1
 
     def __del__(self) -> None:
@@ -245,6 +246,11 @@ class Exposure:
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor that was saved as `handle`."""
+        if handle.num_updates != handle.unit.num_updates:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{handle.unit.name!r} was updated by optimizer.step() after this forward"
+            )
         flat = self.acquire(handle.unit)
         return flat.as_strided(handle.size, handle.stride, handle.offset)
 

@@ -70,6 +70,7 @@ class Gradients:
         self._lock = threading.Lock()
         self.norms: dict[ManagedParameter, torch.Tensor] = {}
         self.torn: str | None = None
+        self.seen: set[ManagedParameter] = set()  # those that have had a gradient since they were last set to None
 
     # ------------------------------------------------------------------ events from the model
 
@@ -104,6 +105,7 @@ class Gradients:
             self.torn = f"{parameter.name!r} got another gradient after its update was under way"
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
+        self.seen.add(parameter)
         gradient = gradient.detach() if self._download is None else self._download(gradient.detach())
         flat = parameter.flattened(gradient).to(self._records[unit].dtype)
         if self._may_update_early(unit):
@@ -210,6 +212,11 @@ class Gradients:
         self._retained.discard(parameter)
         return flat
 
+    def has(self, parameter: ManagedParameter) -> bool:
+        """Whether a gradient of `parameter` waits for step(), or has been used by an update of this cycle."""
+        waits = parameter in self._waiting.get(parameter.unit, {})
+        return waits or parameter in self._retained or parameter in self.cycle.updated_parameters
+
     def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
         """The retained gradient of `parameter`, whole; None if there is none."""
         if parameter not in self._retained:
@@ -236,6 +243,7 @@ class Gradients:
             for flat in waiting.values():
                 self._release(flat.nbytes)
         self._waiting.clear()
+        self.cycle.discarded = self.cycle.discarded or bool(self._retained)
         self._expire({p.unit for p in self._retained})
         self._retained.clear()
         self.norms.clear()
@@ -294,6 +302,7 @@ class Gradients:
         )
         store, block = self._residency.store, unit.the_block()
         unit.the_source().updated(unit)
+        unit.num_updates += 1
         self._residency.access(block)
         store.hold(block)
         with self._residency.pinned(block):
@@ -309,12 +318,13 @@ class Gradients:
         self._updater.submit(job)
 
     def _end_cycle(self) -> None:
+        # Two cycles have to look alike: the second one of a loop may go another way than its first.
         early = frozenset(
             unit
             for unit in self._records
             if self._early
             and self.cycle.allows_early_update(unit, self._num_backwards)
-            and unit in self.cycle.last_firing
+            and self._last.allows_early_update(unit, self._num_backwards)
         )
         self.same_order = early == self._early_units
         self._residency.end_cycle(same_order=self.same_order)

@@ -9,8 +9,10 @@ A hook is an object that a copy of the module does not take along: a deep copy o
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch._C import _autograd
@@ -30,7 +32,7 @@ class _Inert:
 class Hook:
     """A hook that stays behind when its module is copied."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _Inert()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,6 +83,31 @@ class RefuseAssignment(Hook):
                 f"load_state_dict(assign=True) would replace the managed parameters of {prefix or 'the model'!r}\n"
                 "  fix:   load_state_dict(...) without assign, which copies into them"
             )
+
+
+class Discarding(Protocol):
+    """Who has gradients that `p.grad` does not show."""
+
+    def discard_gradients(self, *, set_to_none: bool) -> None: ...
+
+
+class ZeroGradients(Hook):
+    """The model's own `zero_grad`: gradients that wait for step() are not on its parameters."""
+
+    def __init__(self, model: nn.Module, engine: Discarding) -> None:
+        self._model = weakref.ref(model)
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        model, engine = self._model(), self._engine()
+        if engine is not None:
+            engine.discard_gradients(set_to_none=set_to_none)
+        if model is not None:
+            type(model).zero_grad(model, set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._model())]
+        return types.MethodType(type(copied).zero_grad, copied)
 
 
 class _Entry:

@@ -41,9 +41,9 @@ class StreamedOptimizer(Optimizer):
         # A scheduler made with the plain optimizer asks it whether it has ever stepped.
         self._engine.user_optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not used. A step has consumed its gradients already."""
-        self._engine.discard_gradients()
+        self._engine.discard_gradients(set_to_none=set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

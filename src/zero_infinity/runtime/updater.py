@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from zero_infinity.errors import EngineClosedError
+from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.unit import ManagedParameter
 from zero_infinity.runtime.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
@@ -84,7 +85,7 @@ class Updater:
                 if self._run(progress, wait=False):
                     return
             except BaseException as error:
-                self._error = error
+                self._fail(again(error))
                 raise
         with self._changed:
             self._num_pending += 1
@@ -93,7 +94,7 @@ class Updater:
     def check(self) -> None:
         """Raise what a job failed with."""
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     @property
     def num_pending(self) -> int:
@@ -125,11 +126,17 @@ class Updater:
                 try:
                     self._run(progress, wait=True)
                 except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
-                    self._error = error
+                    # Without its frames, which hold the model for as long as the error lives.
+                    error.add_note("in the update worker:\n" + "".join(traceback.format_tb(error.__traceback__)))
+                    self._fail(error.with_traceback(None))
             with self._changed:
                 self._num_pending -= 1
                 self._changed.notify_all()
             del progress
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._store.fail(error)
 
     def _run(self, progress: _Progress, *, wait: bool) -> bool:
         """Go on with a job: to its end, or (`wait` is False) as far as goes without waiting. True: it is done."""

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError
+from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError, again
 from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
 from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import Direction, Engine, Priority
@@ -271,6 +271,13 @@ class BlockStore:
         with self._changed:
             return StoreCounters(self._reads, self._writes, self._bytes_read, self._bytes_written)
 
+    def fail(self, error: BaseException) -> None:
+        """Somebody who was to change blocks cannot: whoever waits for one, now or later, gets this error."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._notify()
+
     def close(self) -> None:
         """Fail what waits and give back files, threads and memory. Content is gone. Idempotent."""
         with self._changed:
@@ -288,10 +295,7 @@ class BlockStore:
 
     def _check(self) -> None:
         if self._error is not None:
-            if isinstance(self._error, EngineClosedError):
-                raise EngineClosedError(str(self._error))
-            # It may be raised many times: start anew rather than pile up tracebacks.
-            raise self._error.with_traceback(None)
+            raise again(self._error)
 
     def _notify(self) -> None:
         self._num_events += 1

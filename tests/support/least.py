@@ -1,0 +1,36 @@
+"""The least that `prepare` accepts, found from outside: by asking it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import zero_infinity as zi
+from zero_infinity.runtime import engine as engine_module
+
+
+class _Accepted(Exception):
+    """Prepare found the budget sufficient."""
+
+
+def least_accepted(prepare: Callable[[int], Any], *, most: int = 8 << 20) -> int:
+    """The smallest budget that `prepare(budget)` accepts, to a KiB.
+
+    Nothing is made: each attempt is stopped where the store would be.
+    """
+
+    def stop(*_: Any) -> None:
+        raise _Accepted
+
+    refused, enough = 0, most
+    with mock.patch.object(engine_module, "ParameterHost", stop):
+        while enough - refused > 1024:
+            middle = (refused + enough) // 2
+            try:
+                prepare(middle)
+            except zi.CapacityError:
+                refused = middle
+            except _Accepted:
+                enough = middle
+    return enough
