@@ -38,8 +38,10 @@ def prepare(
             "this model, or another one from the same zi.init, is prepared already\n"
             "  fix:   call zi.prepare once for each model, with a plain optimizer; one zi.init for each model"
         )
+    config = config or Config()
+    _refuse_what_is_missing(config)
     place = accelerator or _find_accelerator()
-    engine = TrainingEngine(model, optimizer, config or Config(), place)
+    engine = TrainingEngine(model, optimizer, config, place)
     if place is not None:
         for buffer in model.buffers():
             buffer.data = buffer.to(place.device)
@@ -111,6 +113,19 @@ def engine_of(model: nn.Module) -> TrainingEngine:
         if isinstance(host.training, TrainingEngine):
             return host.training
     raise UsageError("this model is not prepared\n  fix:   zi.prepare(model, optimizer, config)")
+
+
+def _refuse_what_is_missing(config: Config) -> None:
+    """Say so rather than do something else than was asked for."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        num_ranks = torch.distributed.get_world_size()
+        if num_ranks > 1:
+            raise UsageError(
+                f"the process group has {num_ranks} ranks, and sharding over ranks is not there yet\n"
+                "  fix:   train on one rank"
+            )
+    if config.trace is not None:
+        raise UsageError("trace is not there yet\n  fix:   leave it out; zi.stats(model) has the counters")
 
 
 def _hosts(model: nn.Module) -> list[ParameterHost]:

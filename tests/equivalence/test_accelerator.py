@@ -195,7 +195,9 @@ def test_too_little_device_memory_is_an_error_of_prepare(how: str, tmp_path: Pat
     limit = 8192
     accelerator = zi.EmulatedAccelerator(limit if how == "accelerator" else 1 << 20)
     config = zi.Config(memory="1MiB", nvme=tmp_path, device_memory=limit if how == "device_memory" else None)
-    with pytest.raises(zi.CapacityError, match=r"'1' needs 20\.0 KiB of device memory.*8\.0 KiB\n  fix:   device_memory"):
+    with pytest.raises(
+        zi.CapacityError, match=r"'1' needs 20\.0 KiB of device memory.*8\.0 KiB\n  fix:   device_memory"
+    ):
         zi.prepare(model, sgd(model), config, accelerator=accelerator)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -222,7 +224,9 @@ def test_what_fits_is_uploaded_once_a_step(tmp_path: Path) -> None:
     for _ in range(4):
         script(Run(model, optimizer, prepared=True))
         counts.append((accelerator.bytes_uploaded, accelerator.bytes_downloaded))
-    uploads, downloads = ([b - a for a, b in zip(column, column[1:], strict=False)] for column in zip(*counts, strict=True))
+    uploads, downloads = (
+        [b - a for a, b in zip(column, column[1:], strict=False)] for column in zip(*counts, strict=True)
+    )
     whole = parameter_bytes(case.make)
     assert set(downloads) == {whole}  # the gradients
     assert all(whole <= upload <= 1.05 * whole for upload in uploads[1:])  # parameters start at multiples of 64

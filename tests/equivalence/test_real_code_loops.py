@@ -900,6 +900,7 @@ class _Fussy(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.torch_keeps_the_model
 @pytest.mark.parametrize("update", ["auto", "after_backward"])
 def test_a_failure_in_the_update_reaches_the_user(update: str, tmp_path: Path) -> None:
     """As itself: not as a lack of memory, and not by waiting for ever."""

@@ -12,8 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import FITS, HALF, MINIMAL, Run, Setting, adamw, compare, copied, is_parked, minimal_memory, run_plain, training
-from support.models import CASES, ConvNet, TiedHead, gpt2, images, mean_square, mlp, next_token, of_labels, tokens, vectors
+from support.compare import (
+    FITS,
+    HALF,
+    MINIMAL,
+    Run,
+    Setting,
+    adamw,
+    compare,
+    copied,
+    is_parked,
+    minimal_memory,
+    run_plain,
+    training,
+)
+from support.models import (
+    CASES,
+    ConvNet,
+    TiedHead,
+    gpt2,
+    images,
+    mean_square,
+    mlp,
+    next_token,
+    of_labels,
+    tokens,
+    vectors,
+)
 from torch import nn
 from torch.optim import Optimizer
 
@@ -284,7 +309,9 @@ def test_looking_at_a_parked_model(tmp_path: Path) -> None:
         model = run.model
         run.log(repr(model), str(model), [name for name, _ in model.named_parameters()])
         run.log([(p.shape, p.dtype, p.device, p.requires_grad, p.is_leaf, p.ndim, p.grad) for p in model.parameters()])
-        run.log(sum(p.numel() * p.element_size() for p in model.parameters()), sum(p.nbytes for p in model.parameters()))
+        run.log(
+            sum(p.numel() * p.element_size() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+        )
         run.log([isinstance(p, nn.Parameter) for p in model.parameters()], len(set(model.parameters())))
         run.log([p.stride() for p in model.parameters()], [p.is_contiguous() for p in model.parameters()])
         run.log([id(p) == id(q) for p, q in zip(model.parameters(), model.parameters(), strict=True)])

@@ -1,0 +1,152 @@
+"""Random models, budgets, chunk sizes, optimizers and loops: bit-identical to plain PyTorch, every time.
+
+`HYPOTHESIS_PROFILE=thorough` runs many more; `--hypothesis-seed=N` repeats a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, note, settings
+from hypothesis import strategies as st
+from support.compare import (
+    FITS,
+    MINIMAL,
+    MakeOptimizer,
+    Outcome,
+    Run,
+    Setting,
+    assert_identical,
+    budget_bytes,
+    nothing_left,
+    run_plain,
+    run_prepared,
+)
+from support.models import vectors
+from support.programs import Model, Program, loss_of, programs
+from torch import nn
+
+import zero_infinity as zi
+from zero_infinity.runtime import placement
+
+# The profiles of tests/conftest.py are for examples that take milliseconds.
+NUM_EXAMPLES = 40 if settings.default.max_examples <= 50 else settings.default.max_examples
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True),
+}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How a program is trained."""
+
+    optimizer: str
+    num_parts: int  # backwards a step
+    by: str  # how the engine is told of them
+    update: str
+    max_grad_norm: float | None
+    evaluate: bool  # between steps
+
+    def __call__(self, run: Run) -> None:
+        batch = vectors(run.model.program.width, 4)
+        for step in range(4):
+            for part in range(self.num_parts):
+                is_last = part == self.num_parts - 1
+                quiet = run.prepared and self.by == "no_sync" and not is_last
+                with run.optimizer.no_sync() if quiet else contextlib.nullcontext():
+                    loss = loss_of(run.model, batch(10 * step + part))
+                    loss.backward()
+                run.log(loss)
+            if self.max_grad_norm is not None and not run.prepared:
+                nn.utils.clip_grad_norm_(run.model.parameters(), self.max_grad_norm)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            if self.evaluate:
+                with torch.no_grad():
+                    run.log(run.model(batch(1000 + step)))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a program's states live: between the least memory that is accepted (0) and plenty (1)."""
+
+    fraction: float
+    nvme: bool
+    constants: tuple[tuple[str, float], ...]  # of `placement`
+
+
+loops = st.builds(
+    Loop,
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    num_parts=st.integers(1, 3),
+    by=st.sampled_from(["nothing", "config", "no_sync"]),
+    update=st.sampled_from(["auto", "auto", "after_backward"]),
+    max_grad_norm=st.none() | st.none() | st.just(0.05),
+    evaluate=st.booleans(),
+)
+rooms = st.builds(
+    Room,
+    fraction=st.just(0.0) | st.floats(0, 0.5) | st.floats(0, 1),
+    nvme=st.sampled_from([True, True, True, False]),
+    constants=st.tuples(
+        st.tuples(st.just("_SMALL_BYTES"), st.sampled_from([0, 2048, 256 * 1024])),
+        st.tuples(st.just("_SMALL_SHARE"), st.sampled_from([1 / 16, 1 / 4])),
+        st.tuples(st.just("_MIN_CHUNK_BYTES"), st.sampled_from([4096, 8192, 64 * 1024])),
+        st.tuples(st.just("_MAX_CHUNK_BYTES"), st.sampled_from([64 * 1024, 16 * 1024 * 1024])),
+        st.tuples(st.just("_LOOKAHEAD_SHARE"), st.sampled_from([0.0, 1 / 3, 1.0])),
+    ),
+)
+
+
+@settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
+@given(program=programs(), loop=loops, room=rooms)
+def test_a_random_model(program: Program, loop: Loop, room: Room, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with nothing_left(), mock.patch.multiple(placement, **dict(room.constants)):
+        check(program, loop, room, tmp_path_factory.getbasetemp())
+
+
+def check(program: Program, loop: Loop, room: Room, directory: Path) -> None:
+    """One example. What a failure prints can be given to this."""
+    make = lambda: Model(program)  # noqa: E731
+    optimizer = OPTIMIZERS[loop.optimizer]
+    least = budget_bytes(make, optimizer, Setting(MINIMAL.budget, nvme=room.nvme))
+    plenty = budget_bytes(make, optimizer, Setting(FITS.budget, nvme=room.nvme))
+    memory = int(least + room.fraction * (plenty - least))
+    plain = run_plain(make, loop, optimizer)
+    config = zi.Config(
+        memory=memory,
+        nvme=directory if room.nvme else None,
+        update=loop.update,
+        max_grad_norm=loop.max_grad_norm,
+        gradient_accumulation_steps=loop.num_parts if loop.by == "config" else 1,
+    )
+    prepared = run_or_refuse(program, loop, config)
+    assert_identical(plain, prepared)
+    assert prepared.stats is not None
+    note(f"{memory=} {prepared.stats}")
+    event("blocks moved" if prepared.stats.bytes_read else "all stayed in memory")
+
+
+def run_or_refuse(program: Program, loop: Loop, config: zi.Config) -> Outcome:
+    """A program that changes from step to step may be refused, with what to do; then that has to work."""
+    make = lambda: Model(program)  # noqa: E731
+    try:
+        return run_prepared(make, loop, OPTIMIZERS[loop.optimizer], config)
+    except zi.TornStepError as refusal:
+        if not program.may_be_refused:
+            raise
+        assert 'update="after_backward"' in str(refusal)
+        event("refused")
+    return run_prepared(make, loop, OPTIMIZERS[loop.optimizer], config.replace(update="after_backward"))
