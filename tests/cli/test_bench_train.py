@@ -24,8 +24,9 @@ RACE = Race(layers=1, hidden=64, heads=1, batch=1, seq=8, seed=0, lr=1e-3, num_s
 # Speaks the protocol without torch. Takes two steps; what happens then is the test's choice.
 FAKE = """
 import json, sys, os, time, signal
-sys.stdin.readline()
 def say(**message): print(json.dumps(message), flush=True)
+say(process=os.getpid())
+sys.stdin.readline()
 say(num_parameters=1, weight_bytes=4, build_seconds=0.0, prepare_seconds=0.0, torch="none", num_threads=1)
 for number, line in enumerate(sys.stdin):
     if json.loads(line)["do"] == "finish":
@@ -65,8 +66,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_real_contenders_are_equal_and_an_impossible_budget_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin for each other cost seconds on a busy machine
     (tmp_path / "swap").mkdir()
     places = ["--nvme", str(tmp_path / "swap"), "--out", str(tmp_path / "out")]
     assert main(["bench", "train", *TINY, "--budgets", "fits,1/2,1/10000", *places, "--json"]) == 1
@@ -110,7 +112,7 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
     fault: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     contenders = [fake("plain"), fake("broken", fault), fake("other")]
-    bench_train.compete(contenders, 4, lambda text: None, drain=False)
+    bench_train.compete(contenders, 4, lambda text: None)
     assert [len(c.samples) for c in contenders] == [4, 2, 4]
     assert [c.error is None for c in contenders] == [True, False, True]
     report = report_of(contenders)
@@ -124,6 +126,7 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
 def test_a_contender_that_hangs_is_given_up_and_ended() -> None:
     contender = fake("hanging", "time.sleep(60)", timeout=1.0)
     contender.launch()
+    contender.greet()
     contender.start()
     pid = contender.pid
     assert pid is not None
@@ -136,6 +139,7 @@ def test_a_contender_that_hangs_is_given_up_and_ended() -> None:
 def test_between_turns_a_contender_stands_still() -> None:
     contender = fake("stopped")
     contender.launch()
+    contender.greet()
     contender.start()
     try:
         state = Path(f"/proc/{contender.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -144,13 +148,25 @@ def test_between_turns_a_contender_stands_still() -> None:
         contender.kill()
 
 
+def test_a_turn_waits_for_quiet_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = iter([0.0, 5.0, 5.0, 10.0, 10.0, 10.0])  # seconds of CPU, before and after each look
+    monkeypatch.setattr(bench_train, "machine_cpu_seconds", lambda: next(busy))
+    monkeypatch.setattr(bench_train, "_QUIET_SECONDS", 0.01)
+    bench_train._wait_for_quiet(10.0)
+    assert next(busy, None) is None
+    seconds = iter(range(1000))
+    monkeypatch.setattr(bench_train, "machine_cpu_seconds", lambda: next(seconds))
+    bench_train._wait_for_quiet(0.05)
+    assert next(seconds) > 2
+
+
 def test_every_round_begins_with_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
     contenders = [with_losses(name, [0.0]) for name in "abc"]
-    for method in ("launch", "start", "finish"):
+    for method in ("launch", "greet", "start", "finish"):
         monkeypatch.setattr(Contender, method, lambda self: None)
     monkeypatch.setattr(Contender, "step", lambda self, drain: turns.append(self.setting.name))
-    bench_train.compete(contenders, 4, lambda text: None, drain=False)
+    bench_train.compete(contenders, 4, lambda text: None)
     assert "".join(turns) == "abcbcacababc"
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, note, settings
+from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
 from support.compare import (
     FITS,
@@ -110,7 +110,14 @@ rooms = st.builds(
 )
 
 
-@settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
+@pytest.mark.timeout(3600)
+@settings(
+    max_examples=NUM_EXAMPLES,
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+    # Explaining takes hundreds of runs, and says less than the shrunk program does.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+)
 @given(program=programs(), loop=loops, room=rooms)
 def test_a_random_model(program: Program, loop: Loop, room: Room, tmp_path_factory: pytest.TempPathFactory) -> None:
     with nothing_left(), mock.patch.multiple(placement, **dict(room.constants)):

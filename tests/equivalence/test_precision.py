@@ -43,12 +43,13 @@ def made(case: Case, dtype: torch.dtype | None = None) -> nn.Module:
 def prepared(
     case: Case, optimizer: Callable[[Any], Optimizer], directory: Path, home: str, **changes: Any
 ) -> tuple[nn.Module, Optimizer]:
-    def attempt(memory: int) -> tuple[nn.Module, Optimizer]:
-        model = made(case)
+    model = made(case)
+
+    def prepare(memory: int) -> tuple[nn.Module, Optimizer]:
         config = zi.Config(memory=memory, nvme=directory if home == "nvme" else None, **changes)
         return zi.prepare(model, optimizer(model.parameters()), config)
 
-    return attempt(64 << 20 if home == "ram" else least_accepted(attempt))
+    return prepare(64 << 20 if home == "ram" else least_accepted(prepare))
 
 
 def batches(case: Case, num_steps: int = NUM_STEPS) -> list[Any]:

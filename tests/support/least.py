@@ -15,7 +15,7 @@ class _Accepted(Exception):
 
 
 def least_accepted(prepare: Callable[[int], Any], *, most: int = 8 << 20) -> int:
-    """The smallest budget that `prepare(budget)` accepts, to a KiB.
+    """The smallest budget that `prepare(budget)` accepts, in whole pages.
 
     Nothing is made: each attempt is stopped where the store would be.
     """
@@ -23,14 +23,15 @@ def least_accepted(prepare: Callable[[int], Any], *, most: int = 8 << 20) -> int
     def stop(*_: Any) -> None:
         raise _Accepted
 
-    refused, enough = 0, most
+    page = 4096
+    refused, enough = 0, -(-most // page)
     with mock.patch.object(engine_module, "ParameterHost", stop):
-        while enough - refused > 1024:
+        while enough - refused > 1:
             middle = (refused + enough) // 2
             try:
-                prepare(middle)
+                prepare(middle * page)
             except zi.CapacityError:
                 refused = middle
             except _Accepted:
                 enough = middle
-    return enough
+    return enough * page

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any
 
 WORKER = (sys.executable, "-m", "zero_infinity.cli.bench_worker")
@@ -100,7 +101,7 @@ class ContenderError(Exception):
 
 
 class Contender:
-    """The process. Call `launch`, `start`, then `step` as often as it has steps, then `finish`; `kill` at any time."""
+    """The process. `launch`, `greet`, `start`, a `step` as often as it has steps, `finish`; and `kill` at any time."""
 
     def __init__(self, race: Race, setting: Setting, *, timeout: float, command: Sequence[str] = WORKER) -> None:
         self.setting = setting
@@ -129,6 +130,10 @@ class Contender:
         """Begin the process, which then imports torch; does not wait for that."""
         self._attempt(self._launch)
 
+    def greet(self) -> None:
+        """Wait until it has done so, and waits for orders."""
+        self._attempt(self._greet)
+
     def start(self) -> None:
         """Let it build its model."""
         self._attempt(self._start)
@@ -155,6 +160,9 @@ class Contender:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, process_group=0
         )
+
+    def _greet(self) -> None:
+        self._hear()
 
     def _start(self) -> None:
         self._say({"race": asdict(self._race), "setting": asdict(self.setting), "parent": os.getpid()})
@@ -262,3 +270,11 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before
             os._exit(1)
+
+
+def machine_cpu_seconds() -> float:
+    """What all processes have used so far; 0 where it is not told."""
+    with contextlib.suppress(OSError):
+        user, nice, system, _, _, irq, soft_irq = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
+        return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+    return 0.0

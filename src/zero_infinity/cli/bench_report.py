@@ -28,7 +28,7 @@ HEADINGS = (
 )
 _NONE = "-"
 # A step is quiet when others used no more than this part of one core during it.
-_QUIET_CORES = 0.1
+QUIET_CORES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def _percentile(values: Iterable[float], part: float) -> float:
 
 def _quiet(samples: Sequence[Sample], plain: Sequence[Sample]) -> Quiet | None:
     ours, theirs = (
-        [s.seconds for s in some if s.others_cpu_seconds <= _QUIET_CORES * s.seconds] for some in (samples, plain)
+        [s.seconds for s in some if s.others_cpu_seconds <= QUIET_CORES * s.seconds] for some in (samples, plain)
     )
     if not ours or not theirs:
         return None

@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,8 +26,8 @@ from pathlib import Path
 from rich.console import Console
 
 from zero_infinity.cli import bench_plot, interruption
-from zero_infinity.cli.bench_contender import Contender, Race, Setting
-from zero_infinity.cli.bench_report import Report
+from zero_infinity.cli.bench_contender import Contender, Race, Setting, machine_cpu_seconds
+from zero_infinity.cli.bench_report import QUIET_CORES, Report
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.units import format_bytes, format_seconds
@@ -38,6 +39,7 @@ _FITS_FRACTION = 2.0
 _HEAD_WIDTH = 64
 _SWAP_PREFIX = ".zero-infinity-swap-"
 _LR = 3e-4
+_QUIET_SECONDS = 0.5  # clock ticks of 10 ms have to add up
 
 EPILOG = """\
 examples:
@@ -70,6 +72,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nvme", metavar="DIR", help="where states go (default: a directory made here and removed)")
     parser.add_argument("--drain", action="store_true", help="a step's time includes all of its updates, so none of "
                         "them overlaps the next forward: an upper bound")  # fmt: skip
+    parser.add_argument("--patience", type=_count, default=0, metavar="SECONDS", help="wait this long before each turn "
+                        "for others on the machine to be quiet (0)")  # fmt: skip
     parser.add_argument("--timeout", type=_positive, default=600, metavar="SECONDS", help="for one answer (600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every sample")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write train.json, .md, .png and .svg there")
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         machine = _machine(nvme)
         with _progress() as say:
-            compete(contenders, race.num_steps, say, drain=args.drain)
+            compete(contenders, race.num_steps, say, drain=args.drain, patience=args.patience)
     started = next((c.start_info for c in contenders if c.start_info), None)
     if started is not None:
         machine["torch"] = f"torch {started.torch}, {started.num_threads} threads"
@@ -108,11 +112,20 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.errors() or report.differences() else 0
 
 
-def compete(contenders: Sequence[Contender], num_rounds: int, say: Callable[[str], None], *, drain: bool) -> None:
+def compete(
+    contenders: Sequence[Contender],
+    num_rounds: int,
+    say: Callable[[str], None],
+    *,
+    drain: bool = False,
+    patience: float = 0.0,
+) -> None:
     """Let everybody take all steps. Whatever ends this, no process is left."""
     try:
         for contender in contenders:
             contender.launch()
+        for contender in contenders:  # all of them, else one's start is measured while another's imports run
+            contender.greet()
         for contender in contenders:
             say(f"starting: {contender.setting.name}")
             contender.start()
@@ -120,6 +133,7 @@ def compete(contenders: Sequence[Contender], num_rounds: int, say: Callable[[str
             first = number % len(contenders)
             for contender in (*contenders[first:], *contenders[:first]):
                 if contender.alive:
+                    _wait_for_quiet(patience)
                     contender.step(drain=drain)
             say(f"round {number + 1}/{num_rounds}: " + "  ".join(map(_last_step, contenders)))
         for contender in contenders:
@@ -127,6 +141,16 @@ def compete(contenders: Sequence[Contender], num_rounds: int, say: Callable[[str
     finally:
         for contender in contenders:
             contender.kill()
+
+
+def _wait_for_quiet(patience: float) -> None:
+    """Until the machine idles (contenders are stopped now, so what it does is others'), or `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        before = machine_cpu_seconds()
+        time.sleep(_QUIET_SECONDS)
+        if machine_cpu_seconds() - before <= QUIET_CORES * _QUIET_SECONDS:
+            return
 
 
 def make_settings(budgets: str, race: Race, nvme: str) -> list[Setting]:
@@ -256,6 +280,10 @@ def _commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

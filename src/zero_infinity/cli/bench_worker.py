@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_infinity import api
-from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with
+from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
 from zero_infinity.config import Config
 from zero_infinity.errors import ZeroInfinityError
 from zero_infinity.runtime.stats import Stats
@@ -63,7 +63,7 @@ class Trainer:
 
     def step(self, *, drain: bool) -> Sample:
         inputs, targets = self._batches.pop(0)
-        before, busy = self._stats(), _machine_cpu_seconds()
+        before, busy = self._stats(), machine_cpu_seconds()
         cpu, wall = time.process_time(), time.perf_counter()
         loss = self._model(inputs, targets)
         loss.backward()
@@ -74,7 +74,7 @@ class Trainer:
         if drain:
             self._drain()
         wall, cpu, drained = time.perf_counter() - wall, time.process_time() - cpu, time.perf_counter() - stepped
-        busy, after = _machine_cpu_seconds() - busy, self._stats()
+        busy, after = machine_cpu_seconds() - busy, self._stats()
         return Sample(
             seconds=wall,
             cpu_seconds=cpu,
@@ -118,6 +118,7 @@ def main() -> int:
             print(json.dumps(message), file=answers, flush=True)
 
         try:
+            answer({"process": os.getpid()})
             order = json.loads(commands.readline())
             end_with(order["parent"])
             trainer = Trainer(Race(**order["race"]), Setting(**order["setting"]))
@@ -141,14 +142,6 @@ def _protocol() -> Iterator[tuple[TextIO, TextIO]]:
     with open(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         yield sys.stdin, answers
-
-
-def _machine_cpu_seconds() -> float:
-    """What all processes have used so far; 0 where it is not told."""
-    with contextlib.suppress(OSError):
-        user, nice, system, _, _, irq, soft_irq = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
-        return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
-    return 0.0
 
 
 def _peak_rss() -> int:

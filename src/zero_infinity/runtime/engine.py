@@ -62,13 +62,14 @@ class TrainingEngine:
         self.records = self._make_records()
         self._sizes = [_size(unit, self.records.get(unit)) for unit in self.units]
         copies = 0 if accelerator is not None else _copy_budget(self.units, config.memory_budget())
+        together = _needed_together(owners)
         if accelerator is not None:
-            check_room(self.units, config.device_memory or accelerator.budget)
+            check_room(together, config.device_memory or accelerator.budget)
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
-        together = _needed_together(owners)
-        self.placement = place(self._sizes, config.memory_budget() - copies, together, nvme=bool(config.nvme))
+        at_once = [(units[0].name, sum(round_up(unit.num_bytes) for unit in units)) for units in together]
+        self.placement = place(self._sizes, config.memory_budget() - copies, at_once, nvme=bool(config.nvme))
 
         self.host = hosts.pop() if hosts else ParameterHost(config)
         self.store = self.host.store
@@ -421,17 +422,16 @@ def _size(unit: Unit, record: Record | None) -> UnitSize:
     return UnitSize(unit.name, round_up(unit.num_bytes), each * len(record.slots), each, home)
 
 
-def _needed_together(owners: Owners) -> list[tuple[str, int]]:
-    """The bytes of each module's units that are read by one operation."""
-    sizes = []
+def _needed_together(owners: Owners) -> list[list[Unit]]:
+    """For each module the units that are read at once."""
+    together = []
     for module, parameters in owners.items():
         members = list(parameters)
         if isinstance(module, nn.MultiheadAttention):
             # Its one operation takes the output projection's parameters, too.
             members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
-        units = dict.fromkeys(p.unit for p in members)
-        sizes.append((next(iter(units)).name, sum(round_up(unit.num_bytes) for unit in units)))
-    return sizes
+        together.append(list(dict.fromkeys(p.unit for p in members)))
+    return together
 
 
 def _copy_budget(units: Sequence[Unit], memory: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _autograd
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
@@ -115,8 +116,9 @@ class Exposure:
             parameter.num_exposures -= 1
             self._num_exposed -= 1
             if not parameter.num_exposures:
-                self._keep_edits(parameter)
-                parked.park(parameter)
+                with _ordinary_tensors():
+                    self._keep_edits(parameter)
+                    parked.park(parameter)
             unit = parameter.unit
             unit.num_exposed -= 1
             if not unit.num_exposed:
@@ -204,8 +206,9 @@ class Exposure:
         """The exposed value is newer than what is stored: store it."""
         unit = parameter.unit
         if unit.flat is not None:
-            unit.the_source().keep(parameter, unit.flat)
+            # The master copy first: it takes all bits, what is stored may not.
             self.on_edit(parameter, unit.flat)
+            unit.the_source().keep(parameter, unit.flat)
 
     # ------------------------------------------------------------------ saved tensors
 
@@ -292,8 +295,9 @@ def _ignore(*_: Any) -> None:
 
 @contextmanager
 def _ordinary_tensors() -> Iterator[None]:
-    if not torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack():
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not transformed and not torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack():
         yield
         return
-    with torch.inference_mode(False), _disable_current_modes():
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), _disable_current_modes():
         yield

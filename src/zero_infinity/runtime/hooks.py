@@ -18,6 +18,7 @@ from torch import nn
 from torch._C import _autograd
 
 from zero_infinity.errors import UsageError
+from zero_infinity.runtime.dynamo import not_compiled
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.unit import ManagedParameter
 
@@ -47,6 +48,7 @@ class BeforeForward(Hook):
         self._stack = stack
         self._parameters = parameters
 
+    @not_compiled
     def __call__(self, module: nn.Module, _: Any) -> None:
         self._stack.enter(module)
         self._exposure.expose(self._parameters)
@@ -59,6 +61,7 @@ class AfterForward(Hook):
     def __init__(self, stack: ForwardStack) -> None:
         self._stack = stack
 
+    @not_compiled
     def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
         self._stack.leave(module)
 

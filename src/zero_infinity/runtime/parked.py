@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zero_infinity.errors import UsageError
+from zero_infinity.runtime.dynamo import not_compiled
 from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter
 
 
@@ -106,6 +107,7 @@ class ParkedParameter(nn.Parameter):
     """The class of a parameter while its bytes are elsewhere. Instances are made by `park`, never directly."""
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

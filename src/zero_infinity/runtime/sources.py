@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -163,7 +163,11 @@ class ComputeCache:
         self._pins[_key(unit)] -= 1
 
     def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
-        self._write_home(parameter.unit, flat)
+        unit = parameter.unit
+        self._write_home(unit, flat)
+        if unit.dtype != unit.compute_dtype:
+            # What is stored is rounded; a copy that is not would give other numbers than the next one.
+            flat.copy_(flat.to(unit.dtype))
 
     def may_change(self, unit: Unit) -> None:
         self._copies[_key(unit)].written = True
@@ -268,13 +272,14 @@ def _copy_bytes(unit: Unit) -> int:
     return unit.num_elements * unit.compute_dtype.itemsize
 
 
-def check_room(units: Iterable[Unit], budget: int) -> None:
-    """Raise when the largest unit does not fit where it is computed."""
-    largest = max(units, key=_copy_bytes, default=None)
-    if largest is not None and round_up(_copy_bytes(largest)) > budget:
-        needed = round_up(_copy_bytes(largest))
+def check_room(together: Iterable[Sequence[Unit]], budget: int) -> None:
+    """Raise when units that are needed at once do not fit where they are computed."""
+    for units in together:
+        needed = sum(round_up(_copy_bytes(unit)) for unit in units)
+        if needed <= budget:
+            continue
         raise CapacityError(
-            f"{largest.name!r} needs {format_bytes(needed)} of device memory to be used, but device_memory is "
+            f"{units[0].name!r} needs {format_bytes(needed)} of device memory to be used, but device_memory is "
             f"{format_bytes(budget)}\n  fix:   device_memory={-(-needed // 2**20)}MiB or more"
         )
 
