@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.api import init as init
     from zero_infinity.api import prepare as prepare
     from zero_infinity.api import stats as stats
+    from zero_infinity.api import synchronize as synchronize
     from zero_infinity.config import Config as Config
     from zero_infinity.config import ConfigWarning as ConfigWarning
     from zero_infinity.errors import CapacityError as CapacityError
@@ -34,7 +35,7 @@ __version__ = "0.1.0"
 
 # Module -> the public names that live in it.
 _EXPORTS = {
-    "api": "clip_grad_norm_ gathered init prepare stats",
+    "api": "clip_grad_norm_ gathered init prepare stats synchronize",
     "config": "Config ConfigWarning",
     "errors": "CapacityError ConfigError CorruptionError EngineClosedError StorageError SwapSpaceError "
     "TornStepError TransferError UsageError ZeroInfinityError",

@@ -102,6 +102,15 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     return engine.clip_now(listed, max_norm)
 
 
+def synchronize(model: nn.Module) -> None:
+    """Wait until every update that was submitted is done and no byte is on its way; raise what went wrong.
+
+    Nothing needs it to be right: whoever reads a parameter waits for its update. It is for measuring, and for the end
+    of a run.
+    """
+    engine_of(model).settle()
+
+
 def stats(model: nn.Module) -> Stats:
     """What the engine of a prepared model holds and has done so far."""
     return engine_of(model).stats()

@@ -166,6 +166,5 @@ def _check_loss(loss: float, step: int, lr: float) -> None:
 
 def _settled(model: nn.Module) -> Stats:
     """The figures after the updates that the last step left to the worker."""
-    while (stats := api.stats(model)).pending_updates:
-        time.sleep(0.002)
-    return stats
+    api.synchronize(model)
+    return api.stats(model)

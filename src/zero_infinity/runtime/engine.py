@@ -31,6 +31,7 @@ from zero_infinity.runtime.sources import ComputeCache, check_room
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit
 from zero_infinity.runtime.updater import Updater
+from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
 
 Owners = dict[nn.Module, list[ManagedParameter]]
@@ -69,7 +70,9 @@ class TrainingEngine:
         for host in hosts:
             host.check_same_place(config)
         at_once = [(units[0].name, sum(round_up(unit.num_bytes) for unit in units)) for units in together]
-        self.placement = place(self._sizes, config.memory_budget() - copies, at_once, nvme=bool(config.nvme))
+        # Units that are about to be replaced are still there while their successors move in.
+        old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
+        self.placement = place(self._sizes, config.memory_budget() - copies - old, at_once, nvme=bool(config.nvme))
 
         self.host = hosts.pop() if hosts else ParameterHost(config)
         self.store = self.host.store
