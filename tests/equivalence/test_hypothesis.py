@@ -126,7 +126,7 @@ def test_a_random_model(program: Program, loop: Loop, room: Room, tmp_path_facto
 
 def check(program: Program, loop: Loop, room: Room, directory: Path) -> None:
     """One example. What a failure prints can be given to this."""
-    make = lambda: Model(program)  # noqa: E731
+    make = lambda: Model(program)
     optimizer = OPTIMIZERS[loop.optimizer]
     least = budget_bytes(make, optimizer, Setting(MINIMAL.budget, nvme=room.nvme))
     plenty = budget_bytes(make, optimizer, Setting(FITS.budget, nvme=room.nvme))
@@ -148,7 +148,7 @@ def check(program: Program, loop: Loop, room: Room, directory: Path) -> None:
 
 def run_or_refuse(program: Program, loop: Loop, config: zi.Config) -> Outcome:
     """A program that changes from step to step may be refused, with what to do; then that has to work."""
-    make = lambda: Model(program)  # noqa: E731
+    make = lambda: Model(program)
     try:
         return run_prepared(make, loop, OPTIMIZERS[loop.optimizer], config)
     except zi.TornStepError as refusal:

@@ -55,7 +55,7 @@ def build(info: ModuleInfo, sample: ModuleInput, *, training: bool) -> nn.Module
 def fresh(sample: ModuleInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of one's own: leaves, with a gradient where the sample has one."""
     forward = sample.forward_input
-    copy = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
+    copy = lambda t: t.detach().clone().requires_grad_(t.requires_grad)
     args, kwargs = tree_map_only(torch.Tensor, copy, (tuple(forward.args), dict(forward.kwargs)))
     return args, kwargs
 
@@ -95,7 +95,7 @@ def chosen(info: ModuleInfo, *, training: bool) -> list[ModuleInput]:
 def test_a_module_of_torch(info: ModuleInfo, training: bool, tmp_path: Path) -> None:
     num_compared = 0
     for number, sample in enumerate(chosen(info, training=training)):
-        make = lambda s=sample: build(info, s, training=training)  # noqa: E731
+        make = lambda s=sample: build(info, s, training=training)
         script = script_for(sample)
         try:
             plain = run_plain(make, script, plain_sgd)

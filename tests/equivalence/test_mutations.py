@@ -137,9 +137,7 @@ def forgets_what_was_accumulated() -> AbstractContextManager[Any]:
 
 def updates_with_settings_of_later() -> AbstractContextManager[Any]:
     """The worker sees the learning rate that a scheduler sets after step()."""
-    return mock.patch.object(
-        gradients_module, "hyperparameters_of", lambda group: _Live(group)
-    )
+    return mock.patch.object(gradients_module, "hyperparameters_of", lambda group: _Live(group))
 
 
 class _Live(dict[str, Any]):

@@ -94,12 +94,12 @@ def test_repeated_backward_with_a_short_step_first(setting: Setting, tmp_path: P
 
 
 def test_accumulation_by_config(setting: Setting, tmp_path: Path) -> None:
-    script: Script = lambda run: accumulate(run, [3, 3, 3, 3], plainly)  # noqa: E731
+    script: Script = lambda run: accumulate(run, [3, 3, 3, 3], plainly)
     compare(small, script, adamw, setting, tmp_path, gradient_accumulation_steps=3)
 
 
 def test_accumulation_by_config_with_a_short_last_one(setting: Setting, tmp_path: Path) -> None:
-    script: Script = lambda run: accumulate(run, [3, 3, 2, 3, 3, 1], plainly)  # noqa: E731
+    script: Script = lambda run: accumulate(run, [3, 3, 2, 3, 3, 1], plainly)
     compare(small, script, adamw, setting, tmp_path, gradient_accumulation_steps=3)
 
 
@@ -135,7 +135,7 @@ def test_more_backwards_than_configured_is_an_error(tmp_path: Path) -> None:
 
 
 def test_any_number_of_backwards_after_backward(setting: Setting, tmp_path: Path) -> None:
-    script: Script = lambda run: accumulate(run, [1, 1, 3, 1, 2], plainly)  # noqa: E731
+    script: Script = lambda run: accumulate(run, [1, 1, 3, 1, 2], plainly)
     compare(small, script, adamw, setting, tmp_path, update="after_backward")
 
 
@@ -801,7 +801,7 @@ def test_a_failure_inside_of_a_layer(kind: type[BaseException], setting: Setting
                 with torch.no_grad():
                     run.log(run.model[0](batch(50)))
 
-    make = lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), FailingInside(32, 32), nn.Linear(32, 32))  # noqa: E731
+    make = lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), FailingInside(32, 32), nn.Linear(32, 32))
     compare(make, script, adamw, setting, tmp_path)
 
 
@@ -829,7 +829,7 @@ def test_a_failure_in_the_first_backward(setting: Setting, tmp_path: Path) -> No
 
 
 def test_a_failure_in_a_later_backward(setting: Setting, tmp_path: Path) -> None:
-    script: Script = lambda run: _fail_in_backward(run, [1, 3])  # noqa: E731
+    script: Script = lambda run: _fail_in_backward(run, [1, 3])
     compare(Failing, script, adamw, setting, tmp_path, update="after_backward")
 
 

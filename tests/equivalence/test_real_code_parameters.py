@@ -395,7 +395,7 @@ def test_half_of_a_unit_is_frozen(setting: Setting, tmp_path: Path) -> None:
 
 
 def test_unused_parameters(setting: Setting, tmp_path: Path) -> None:
-    make = lambda: Module(lambda m, x: m.used(x), used=square(), unused=square(), spare=nn.Parameter(x32()))  # noqa: E731
+    make = lambda: Module(lambda m, x: m.used(x), used=square(), unused=square(), spare=nn.Parameter(x32()))
     compare(make, usual, adamw, setting, tmp_path)
 
 

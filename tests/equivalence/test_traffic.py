@@ -29,7 +29,7 @@ class Plan:
         changed = {key for key, block in blocks.items() if block.dirty}
         decide, hold = residency.policy.access, engine.store.hold
 
-        def access(key: int):  # noqa: ANN202 - the policy's own
+        def access(key: int):
             decision = decide(key)
             for evicted in decision.evict:
                 self.writes += blocks[evicted].stored_bytes if evicted in changed else 0
@@ -37,7 +37,7 @@ class Plan:
             self.reads += sum(blocks[fetched].stored_bytes for fetched in decision.fetch if blocks[fetched].has_content)
             return decision
 
-        def note_change(block) -> None:  # noqa: ANN001
+        def note_change(block) -> None:
             changed.add(block.key)
             hold(block)
 

@@ -51,7 +51,9 @@ def prepared(directory: Path, **changes: Any) -> tuple[nn.Module, Optimizer]:
     return zi.prepare(model, adamw(model), zi.Config(memory=minimal_memory(mlp, adamw), nvme=directory, **changes))
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int = 0, between: Callable[[str], None] = lambda _: None) -> None:
+def step(
+    model: nn.Module, optimizer: Optimizer, number: int = 0, between: Callable[[str], None] = lambda _: None
+) -> None:
     """One iteration; `between` is called before each of its phases."""
     between("forward")
     loss = mean_square(model, vectors()(number))
@@ -101,7 +103,9 @@ def _fail_in(phase: str, direction: Direction, device: type[FaultyDevice], direc
     failed = device.made[0].failed[0]
     assert error.errno == errno.EIO
     assert error.filename.startswith(str(directory))
-    assert re.search(rf"{direction.value} of .*{re.escape(str(directory))}.* at {failed.offset} failed", str(error)), error
+    assert re.search(rf"{direction.value} of .*{re.escape(str(directory))}.* at {failed.offset} failed", str(error)), (
+        error
+    )
     assert "EIO" in str(error)
     with soon(), pytest.raises((zi.StorageError, zi.EngineClosedError, zi.TornStepError)):
         step(model, optimizer)  # and it stays an error
@@ -186,7 +190,9 @@ def test_a_full_disk_is_an_error_of_prepare(kind: str, tmp_path: Path) -> None:
         else image(tmp_path, kind, 2 << 20)
     )
     with disk as directory, all_given_back():
-        with pytest.raises(zi.SwapSpaceError, match=r"(?s)nvme='.*': .* of swap space is needed, .* is free.*fix") as caught:
+        with pytest.raises(
+            zi.SwapSpaceError, match=r"(?s)nvme='.*': .* of swap space is needed, .* is free.*fix"
+        ) as caught:
             zi.prepare(model, adamw(model), zi.Config(memory="4MiB", nvme=directory))
         assert caught.value.errno == errno.ENOSPC
         assert str(directory) in str(caught.value)
@@ -483,7 +489,12 @@ def test_forked_data_loader_workers(persistent: bool, tmp_path: Path) -> None:
 
     def script(run: Run) -> None:
         loader = DataLoader(
-            Examples(), batch_size=4, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork", timeout=30
+            Examples(),
+            batch_size=4,
+            num_workers=2,
+            persistent_workers=persistent,
+            multiprocessing_context="fork",
+            timeout=30,
         )
         for _ in range(2):
             for number, batch in enumerate(loader):

@@ -56,7 +56,9 @@ def finish(child: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str,
     except subprocess.TimeoutExpired:
         child.kill()
         output, errors = child.communicate()
-        raise AssertionError(f"the process did not end within {seconds} s: {output[-2000:]}\n{errors[-4000:]}") from None
+        raise AssertionError(
+            f"the process did not end within {seconds} s: {output[-2000:]}\n{errors[-4000:]}"
+        ) from None
     return child.returncode, output, errors
 
 

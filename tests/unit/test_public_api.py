@@ -22,7 +22,9 @@ def test_all_is_what_we_promise() -> None:
         "ConfigError",
         "ConfigWarning",
         "CorruptionError",
+        "EmulatedAccelerator",
         "EngineClosedError",
+        "Stats",
         "StorageError",
         "SwapSpaceError",
         "TornStepError",
@@ -30,6 +32,12 @@ def test_all_is_what_we_promise() -> None:
         "UsageError",
         "ZeroInfinityError",
         "__version__",
+        "clip_grad_norm_",
+        "gathered",
+        "init",
+        "prepare",
+        "stats",
+        "synchronize",
     ]
 
 
