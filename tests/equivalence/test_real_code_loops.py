@@ -219,6 +219,45 @@ def test_step_without_backward(setting: Setting, tmp_path: Path) -> None:
     compare(small, script, adamw, setting, tmp_path)
 
 
+def set_lr_before_step(run: Run) -> None:
+    for number in range(6):
+        loss = mean_square(run.model, batch(number))
+        loss.backward()
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-2 / (number + 1)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.log(loss)
+
+
+def test_the_lr_is_set_between_backward_and_step(setting: Setting, tmp_path: Path) -> None:
+    compare(small, set_lr_before_step, adamw, setting, tmp_path, update="after_backward")
+
+
+def test_the_lr_is_set_when_updates_have_run(setting: Setting, tmp_path: Path) -> None:
+    """They ran with the old one: that is refused, or it works, but it is never another number in silence."""
+    try:
+        compare(small, set_lr_before_step, adamw, setting, tmp_path)
+    except zi.TornStepError as refusal:
+        assert 'update="after_backward"' in str(refusal)  # noqa: PT017
+
+
+def test_an_edit_between_forward_and_backward_is_refused(setting: Setting, tmp_path: Path) -> None:
+    """Plain PyTorch refuses: the weight was saved for backward and has been changed in place since."""
+
+    def script(run: Run) -> None:
+        usual(run)
+        loss = mean_square(run.model, batch(9))
+        with torch.no_grad():
+            run.model[3].weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified|updated|changed|edited"):
+            loss.backward()
+        run.optimizer.zero_grad()
+        usual(run)
+
+    compare(small, script, adamw, setting, tmp_path, update="after_backward")
+
+
 # ---------------------------------------------------------------------- several losses, several models
 
 

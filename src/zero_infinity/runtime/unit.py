@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero_infinity.errors import UsageError
 from zero_infinity.store.block import Block
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ def plain_class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 def manageable(parameter: nn.Parameter) -> bool:
     """Floating point, dense and not empty; everything else stays where it is."""
+    if nn.parameter.is_lazy(parameter):
+        raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
     return parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel() > 0
 
 
