@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 from support.compare import MINIMAL, SETTINGS, Setting, adamw, compare, minimal_memory, training
-from support.models import CASES
+from support.models import CASES, mean_square, mlp, vectors
 
 import zero_infinity as zi
+from zero_infinity.runtime import placement
+
+_SMALL_BYTES = placement._SMALL_BYTES
+_MIN_CHUNK_BYTES = placement._MIN_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -34,3 +38,20 @@ def test_gradients_that_wait_for_step_stream_too(name: str, tmp_path: Path) -> N
     """update="after_backward" retains every gradient in blocks."""
     case = CASES[name]
     compare(case.make, training(case.batch, case.loss, num_steps=3), adamw, MINIMAL, tmp_path, update="after_backward")
+
+
+def test_checksums_and_striping_change_no_number(tmp_path: Path) -> None:
+    drives = [tmp_path / "one", tmp_path / "two"]
+    for drive in drives:
+        drive.mkdir()
+    case = CASES["gpt2"]
+    compare(case.make, training(case.batch, case.loss), adamw, MINIMAL, drives, verify=True)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_usual_block_sizes(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own rules for what is small and how large a chunk is, on a model that is large enough for them."""
+    monkeypatch.setattr(placement, "_SMALL_BYTES", _SMALL_BYTES)
+    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", _MIN_CHUNK_BYTES)
+    make = lambda: mlp(width=384, depth=5)
+    compare(make, training(vectors(384, 4), mean_square, num_steps=4), adamw, setting, tmp_path)

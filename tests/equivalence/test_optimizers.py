@@ -97,6 +97,20 @@ def test_states_keep_the_layout_of_their_parameters(name: str, tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw-foreach", "sgd-momentum", "nadam"])
+def test_several_threads(name: str, tmp_path: Path) -> None:
+    """Kernels split a parameter over threads where it suits them, and chunks elsewhere: the same bits all the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        make = lambda: nn.Sequential(nn.Linear(301, 301), nn.GELU(), nn.Linear(301, 301))
+        script = training(vectors(301, 16), mean_square, num_steps=4)
+        compare(make, script, OPTIMIZERS[name], HALF, tmp_path)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 # ---------------------------------------------------------------------- parameter groups
 
 

@@ -110,6 +110,8 @@ def _fail_in(phase: str, direction: Direction, device: type[FaultyDevice], direc
     with soon(), pytest.raises((zi.StorageError, zi.EngineClosedError, zi.TornStepError)):
         step(model, optimizer)  # and it stays an error
     del caught, error
+    # Autograd keeps what is left of a failed graph, and with it the model, until the next backward on this thread.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def test_the_process_of_a_failed_training_ends_cleanly(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ train(model, optimizer, 1000)
 """
     code, _, errors = children.run(script, str(tmp_path))
     assert code == 1, errors
-    assert "zero_infinity.errors.TransferError: [Errno 5]" in errors.splitlines()[-1] or "TransferError" in errors
+    assert errors.splitlines()[-1].startswith("zero_infinity.errors.TransferError: [Errno 5] "), errors
     assert errors.count("Traceback") == errors.count("direct cause") + 1, errors
     assert "Exception ignored" not in errors
     assert "terminate called" not in errors
@@ -152,17 +154,17 @@ def test_a_flipped_bit_is_found_when_verify_is_set(
     with all_given_back():
         model, optimizer = prepared(tmp_path, verify=verify)
 
-        def train() -> None:
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             for number in range(20):
                 step(model, optimizer, number)
 
         if verify:
             with pytest.raises(zi.CorruptionError, match=rf"block '.*' .* came back changed from {tmp_path}.*checksum"):
-                train()
+                train(model, optimizer)
         else:
-            train()  # nobody looks: this is what the setting is for
+            train(model, optimizer)  # nobody looks: this is what the setting is for
         assert len(flips) == 1
-        del model, optimizer, train
+        del model, optimizer
 
 
 def test_verify_is_quiet_on_a_sound_drive(tmp_path: Path) -> None:
@@ -361,7 +363,7 @@ def test_an_interrupt_after_updates_have_run_is_a_torn_step(tmp_path: Path) -> N
         mean_square(model, vectors()(3)).backward()
     handle.remove()
     for attempt in (optimizer.step, optimizer.zero_grad, lambda: step(model, optimizer)):
-        with pytest.raises(zi.TornStepError, match=r"(?s)updates.*fix:.*after_backward"):
+        with pytest.raises(zi.TornStepError, match=r"(?s)update.*fix:.*after_backward"):
             attempt()
 
 
@@ -418,7 +420,7 @@ else:
 
 def test_the_end_of_the_interpreter_needs_no_cleaning_up(tmp_path: Path) -> None:
     """Wherever training is when the script ends: no hang, no traceback, no abort, nothing in the directory."""
-    repeats = 3
+    repeats = 2
     code, output, errors = children.run(EXITS, str(tmp_path), str(repeats), seconds=150)
     assert code == 0, errors
     codes: dict[str, list[str]] = {}

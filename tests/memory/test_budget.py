@@ -151,7 +151,7 @@ def test_two_hundred_steps_leave_nothing_behind(accelerated: bool, tmp_path: Pat
     remaps, objects = pool.num_remaps, len(gc.get_objects())
     train(200)
     after = resources()
-    assert after.threads == before.threads
+    assert after.threads <= before.threads
     assert after.descriptors == before.descriptors
     assert after.num_regions <= before.num_regions + 2, f"{before} became {after}"
     assert after.resident_bytes <= before.resident_bytes + 1 * MIB, f"{before} became {after}"

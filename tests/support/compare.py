@@ -112,7 +112,7 @@ def compare(
     script: Script,
     optimizer: MakeOptimizer,
     setting: Setting,
-    directory: Path,
+    directory: Path | Sequence[Path],
     *,
     seed: int = 0,
     **config: Any,

@@ -26,7 +26,7 @@ from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
 from zero_infinity.runtime.precision import precision_of
-from zero_infinity.runtime.record import Record, make_chunks, make_record
+from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.sources import ComputeCache, check_room
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit
@@ -142,9 +142,9 @@ class TrainingEngine:
 
     def _make_records(self) -> dict[Unit, Record]:
         records = {}
+        maker = RecordMaker(self.user_optimizer)
         for unit in self.units:
-            optimized = precision_of(unit.dtype, self.config, self._device).optimized
-            record = make_record(unit, self.user_optimizer, optimized)
+            record = maker.make(unit, precision_of(unit.dtype, self.config, self._device).optimized)
             if record is not None:
                 records[unit] = record
         return records

@@ -79,13 +79,23 @@ class Record:
         return trained[-1].offset - trained[0].offset + -(-trained[-1].num_elements // GRAIN) * GRAIN
 
 
-def make_record(unit: Unit, optimizer: Optimizer, dtype: torch.dtype) -> Record | None:
-    """The record of a unit, without chunks yet; None when nothing of it is trained."""
-    trained = [(p, p.group) for p in unit.parameters if p.group is not None]
-    if not trained:
-        return None
-    names = {g: probe_state_names(optimizer, optimizer.param_groups[g], dtype) for g in {g for _, g in trained}}
-    return Record(unit, dtype, has_master=dtype != unit.dtype, state_names={p: names[g] for p, g in trained})
+class RecordMaker:
+    """Makes the records of units for one optimizer, which is probed once for each parameter group and dtype."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._names: dict[tuple[int, torch.dtype], tuple[str, ...]] = {}
+
+    def make(self, unit: Unit, dtype: torch.dtype) -> Record | None:
+        """The record of a unit, without chunks yet; None when nothing of it is trained."""
+        state_names = {p: self._state_names(p.group, dtype) for p in unit.parameters if p.group is not None}
+        return Record(unit, dtype, has_master=dtype != unit.dtype, state_names=state_names) if state_names else None
+
+    def _state_names(self, group: int, dtype: torch.dtype) -> tuple[str, ...]:
+        if (group, dtype) not in self._names:
+            settings = self._optimizer.param_groups[group]
+            self._names[group, dtype] = probe_state_names(self._optimizer, settings, dtype)
+        return self._names[group, dtype]
 
 
 def make_chunks(record: Record, chunk_bytes: int, home: Home, store: BlockStore) -> Iterator[Block]:
