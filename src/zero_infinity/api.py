@@ -8,7 +8,10 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from zero_infinity.config import Config
@@ -55,14 +58,18 @@ def init(config: Config | None = None) -> Iterator[None]:
     Values are those of a plain construction with the same seed. Give the same config to `prepare` afterwards.
     """
     construction = Construction(config or Config())
-    handle = register_module_parameter_registration_hook(construction)
+    handles = (
+        register_module_parameter_registration_hook(construction),
+        register_module_module_registration_hook(construction.registered),
+    )
     construction.begin()
     try:
         yield
         construction.close()
     finally:
         construction.end()
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -98,18 +98,17 @@ class Sliced(nn.Module):
 
 
 class MixedTypes(nn.Module):
-    """Half, double and integer parameters beside float32 ones."""
+    """Double, integer and empty parameters beside float32 ones. (16-bit ones get a master: see test_precision.)"""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.body = nn.Linear(width, width)
-        self.short = nn.Parameter(torch.randn(width).bfloat16())
         self.long = nn.Parameter(torch.randn(width, dtype=torch.float64))
         self.table = nn.Parameter(torch.arange(width), requires_grad=False)
         self.nothing = nn.Parameter(torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) * self.short.float() + self.long.float() * self.table
+        return self.body(x) + self.long.float() * self.table
 
 
 def lazy() -> nn.Module:
@@ -207,7 +206,8 @@ def _check_same(expected: nn.Module, model: nn.Module, plain: Collection[str] = 
         assert name == found_name
         assert (value.shape, value.dtype, value.requires_grad) == (found.shape, found.dtype, found.requires_grad)
         assert same_bits(value, found), name
-        assert is_parked(found) == (found.is_floating_point() and found.numel() > 0 and name not in plain), name
+        expected_parked = found.is_floating_point() and found.numel() > 0 and name not in plain
+        assert is_parked(found) == expected_parked, f"{name} is {'not ' * expected_parked}parked"
     for (name, value), (_, found) in zip(expected.named_buffers(), model.named_buffers(), strict=True):
         assert same_bits(value, found), name
     # The same parameters are shared as in the plain model.
@@ -221,10 +221,17 @@ def _sharing(model: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="nn.Parameter(parked) raises: torch asks for its class")
 def test_a_parametrization_inside_the_block(tmp_path: Path) -> None:
+    """Right after the layer is made: its parameters are not parked yet."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+
+    plain = make()
     with zi.init(zi.Config(memory="1MiB", nvme=tmp_path)):
-        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+        built = make()
+    assert all(same_bits(a, b.detach()) for a, b in zip(plain.parameters(), built.parameters(), strict=True))
 
 
 def test_a_built_model_can_be_used_before_it_is_prepared(tmp_path: Path) -> None:

@@ -52,6 +52,15 @@ class Construction:
             self._close_all_but_last()
         self._open.setdefault(module, {})[name] = parameter
 
+    def registered(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
+        """A module has got a child, which is complete: also one that was copied, and never registered parameters."""
+        if child is None or _under_way[-1] is not self:
+            return
+        for module in child.modules():
+            self._open.pop(module, None)
+            own = {name: p for name, p in module._parameters.items() if p is not None and not nn.parameter.is_lazy(p)}
+            self._close(module, {n: p for n, p in own.items() if parked.managed(p) is None and manageable(p)})
+
     def _close_all_but_last(self) -> None:
         *old, last = self._open.items()
         self._open = dict([last])

@@ -99,8 +99,9 @@ class TrainingEngine:
         self._updater = Updater(self.store, shares_cores=self._accelerator is None)
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
-        for unit in new_units:
+        for unit in self.units:
             self._write_masters(unit)
+        for unit in new_units:
             self.host.fill(unit)
         self._take_states()
         self.store.settle()

@@ -200,6 +200,8 @@ class Exposure:
             parameter.of(unit.flat).copy_(data)
         elif parameter.parameter._version == parameter.exposed_version:
             return
+        # As plain PyTorch does: what was saved for backward before is out of date.
+        unit.num_updates += 1
         self.keep(parameter)
 
     def keep(self, parameter: ManagedParameter) -> None:
@@ -209,6 +211,7 @@ class Exposure:
             # The master copy first: it takes all bits, what is stored may not.
             self.on_edit(parameter, unit.flat)
             unit.the_source().keep(parameter, unit.flat)
+            parameter.exposed_version = parameter.parameter._version
 
     # ------------------------------------------------------------------ saved tensors
 
@@ -252,7 +255,7 @@ class Exposure:
         if handle.num_updates != handle.unit.num_updates:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{handle.unit.name!r} was updated by optimizer.step() after this forward"
+                f"{handle.unit.name!r} was changed, or updated by optimizer.step(), after this forward"
             )
         flat = self.acquire(handle.unit)
         return flat.as_strided(handle.size, handle.stride, handle.offset)

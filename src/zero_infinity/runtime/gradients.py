@@ -70,6 +70,7 @@ class Gradients:
         self._lock = threading.Lock()
         self.norms: dict[ManagedParameter, torch.Tensor] = {}
         self.torn: str | None = None
+        self._early_settings: list[str] | None = None  # those of the first update of this cycle
         self.seen: set[ManagedParameter] = set()  # those that have had a gradient since they were last set to None
 
     # ------------------------------------------------------------------ events from the model
@@ -157,6 +158,7 @@ class Gradients:
             return
         retained = [p for p in unit.parameters if p in self._retained]
         self._retained.difference_update(retained)
+        self._early_settings = self._early_settings or self._settings()
         self.cycle.updated.add(unit)
         self.cycle.updated_parameters.update(waiting, retained)
         self._submit(unit, {**waiting, **dict.fromkeys(retained)}, ())
@@ -263,6 +265,9 @@ class Gradients:
         if self.cycle.updated and not self.cycle.backward_complete:
             self.torn = "backward did not finish, but some of its updates had run"
             raise TornStepError(self.torn + _TORN)
+        if self.cycle.updated and self._early_settings != self._settings():
+            self.torn = "the optimizer's settings (lr, ...) were changed after some updates of this backward had run"
+            raise TornStepError(self.torn + _TORN)
         for unit in self._in_next_order():
             direct = self._waiting.pop(unit, {})
             for parameter, flat in direct.items():
@@ -273,6 +278,10 @@ class Gradients:
         self._retained.clear()
         self.norms.clear()
         self._end_cycle()
+
+    def _settings(self) -> list[str]:
+        """What the parameter groups say now, to compare."""
+        return [repr(hyperparameters_of(group)) for group in self._optimizer.param_groups]
 
     def skip(self) -> None:
         """End the cycle without an update."""
@@ -330,6 +339,7 @@ class Gradients:
         self._residency.end_cycle(same_order=self.same_order)
         self._early_units = early
         self._last, self.cycle = self.cycle, Cycle()
+        self._early_settings = None
 
 
 def _places(records: Iterable[Record]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:

@@ -167,7 +167,8 @@ class ComputeCache:
         self._write_home(unit, flat)
         if unit.dtype != unit.compute_dtype:
             # What is stored is rounded; a copy that is not would give other numbers than the next one.
-            flat.copy_(flat.to(unit.dtype))
+            part = parameter.of(flat)
+            part.copy_(part.to(unit.dtype))
 
     def may_change(self, unit: Unit) -> None:
         self._copies[_key(unit)].written = True

@@ -94,7 +94,7 @@ class Unit:
     source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
     num_handles: int = 0  # saved tensors that autograd still holds as handles
-    num_updates: int = 0  # submitted so far
+    num_updates: int = 0  # submitted so far, and changes by the user
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
