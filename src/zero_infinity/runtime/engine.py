@@ -88,6 +88,7 @@ class TrainingEngine:
 
     def _build(self, copies: int, replaced: list[Unit]) -> None:
         """Everything that may fail for want of room or for a drive's error; the last thing is to park parameters."""
+        self.host.drop_forgotten({*self.units, *replaced})
         self._divide(self.placement, copies)
         self._cache = self._make_cache(copies)
         new_units = [unit for unit in self.units if unit.block is None]

@@ -7,9 +7,10 @@ files and the policy's executor; training adds records, gradients and a worker o
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -53,6 +54,7 @@ class ParameterHost:
         self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD)
         self.source: Source = HostSource(self.residency)
         self.exposure = HostedExposure(self)
+        self.units: list[Unit] = []
         self.training: Training | None = None  # set when the model is prepared
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
@@ -74,6 +76,14 @@ class ParameterHost:
         unit.block = self.store.create(unit.name, unit.num_bytes, home)
         self.residency.add(unit.block)
         unit.source = self.source
+        self.units.append(unit)
+
+    def drop_forgotten(self, kept: Collection[Unit]) -> None:
+        """Give back units whose parameters nobody has any more: replaced while the model was built (tied weights)."""
+        for unit in [u for u in self.units if u not in kept]:
+            # Two references: the one that the unit has, and the argument of getrefcount.
+            if all(sys.getrefcount(managed.parameter) <= 2 for managed in unit.parameters):
+                self.drop(unit)
 
     def move_in(self, unit: Unit) -> None:
         """Copy the values of a unit's parameters into its block and park them."""
@@ -100,6 +110,7 @@ class ParameterHost:
     def drop(self, unit: Unit) -> None:
         """A unit that no parameter lives in any more."""
         block = unit.the_block()
+        self.units.remove(unit)
         self.residency.expire(block)
         self.store.drop(block)
 
