@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +25,7 @@ from support.compare import (
     Setting,
     assert_identical,
     budget_bytes,
+    copied,
     nothing_left,
     run_plain,
     run_prepared,
@@ -37,6 +40,8 @@ from zero_infinity.runtime import placement
 # The profiles of tests/conftest.py are for examples that take milliseconds.
 NUM_EXAMPLES = 40 if settings.default.max_examples <= 50 else settings.default.max_examples
 
+NUM_STEPS = 5
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
@@ -48,6 +53,57 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+def read(run: Run, layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        run.log(parameter.norm())
+
+
+def edit(run: Run, layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        parameter.data.mul_(0.9)
+
+
+def edit_in_place(run: Run, layer: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.01)
+
+
+def edit_gathered(run: Run, layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        with zi.gathered(parameter), torch.no_grad():
+            parameter.copy_(parameter * 0.8)
+
+
+def change_lr(run: Run, _: nn.Module) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def freeze(run: Run, layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+def reload(run: Run, _: nn.Module) -> None:
+    run.model.load_state_dict({name: value * 0.99 for name, value in run.model.state_dict().items()})
+    run.optimizer.load_state_dict(copied(run.optimizer.state_dict()))
+
+
+def evaluate(run: Run, _: nn.Module) -> None:
+    with torch.no_grad():
+        run.log(run.model(vectors(run.model.program.width, 3)(77)))
+
+
+def abandon(run: Run, _: nn.Module) -> None:
+    """A graph that is never backwarded."""
+    run.log(loss_of(run.model, vectors(run.model.program.width, 3)(78)))
+
+
+BETWEEN_STEPS = (read, edit, edit_in_place, edit_gathered, change_lr, freeze, reload, evaluate, abandon)
+BEFORE_STEP = (read, evaluate, edit_in_place, change_lr)
+
+
 @dataclass(frozen=True)
 class Loop:
     """How a program is trained."""
@@ -57,11 +113,12 @@ class Loop:
     by: str  # how the engine is told of them
     update: str
     max_grad_norm: float | None
-    evaluate: bool  # between steps
+    between: tuple[tuple[int, Callable[[Run, nn.Module], None], int], ...]  # after which step, what, with which layer
+    before: tuple[tuple[int, Callable[[Run, nn.Module], None], int], ...]  # likewise, between backward and step
 
     def __call__(self, run: Run) -> None:
         batch = vectors(run.model.program.width, 4)
-        for step in range(4):
+        for step in range(NUM_STEPS):
             for part in range(self.num_parts):
                 is_last = part == self.num_parts - 1
                 quiet = run.prepared and self.by == "no_sync" and not is_last
@@ -69,13 +126,23 @@ class Loop:
                     loss = loss_of(run.model, batch(10 * step + part))
                     loss.backward()
                 run.log(loss)
+            del loss
+            self._act(run, step, self.before)
             if self.max_grad_norm is not None and not run.prepared:
                 nn.utils.clip_grad_norm_(run.model.parameters(), self.max_grad_norm)
             run.optimizer.step()
             run.optimizer.zero_grad()
-            if self.evaluate:
-                with torch.no_grad():
-                    run.log(run.model(batch(1000 + step)))
+            self._act(run, step, self.between)
+
+    def _act(self, run: Run, step: int, actions: tuple[tuple[int, Callable[..., None], int], ...]) -> None:
+        for when, action, index in actions:
+            if when == step:
+                action(run, run.model.layers[index % len(run.model.layers)])
+
+
+def actions(kinds: tuple[Callable[..., None], ...], most: int) -> st.SearchStrategy[Any]:
+    one = st.tuples(st.integers(0, NUM_STEPS - 2), st.sampled_from(kinds), st.integers(0, 5))
+    return st.lists(one, max_size=most).map(tuple)
 
 
 @dataclass(frozen=True)
@@ -94,7 +161,8 @@ loops = st.builds(
     by=st.sampled_from(["nothing", "config", "no_sync"]),
     update=st.sampled_from(["auto", "auto", "after_backward"]),
     max_grad_norm=st.none() | st.none() | st.just(0.05),
-    evaluate=st.booleans(),
+    between=actions(BETWEEN_STEPS, 4),
+    before=st.just(()) | actions(BEFORE_STEP, 2),
 )
 rooms = st.builds(
     Room,
@@ -152,7 +220,7 @@ def run_or_refuse(program: Program, loop: Loop, config: zi.Config) -> Outcome:
     try:
         return run_prepared(make, loop, OPTIMIZERS[loop.optimizer], config)
     except zi.TornStepError as refusal:
-        if not program.may_be_refused:
+        if not program.may_be_refused and not loop.before:
             raise
         assert 'update="after_backward"' in str(refusal)
         event("refused")

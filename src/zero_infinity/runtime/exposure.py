@@ -233,7 +233,8 @@ class Exposure:
     def handle_for(self, tensor: torch.Tensor) -> Handle | None:
         """A handle when `tensor` lies in a unit's memory."""
         unit = self._unit_of(tensor)
-        if unit is not None:
+        # A view in another dtype, or a conjugated one, is kept as it is: it keeps the unit in memory.
+        if unit is not None and tensor.dtype == unit.compute_dtype and not tensor.is_neg():
             return Handle(unit, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if isinstance(tensor, parked.ParkedParameter):
             # An autograd.Function gets parameters as they are, and may save them so.

@@ -9,6 +9,7 @@ A hook is an object that a copy of the module does not take along: a deep copy o
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
 from collections.abc import Mapping
@@ -134,8 +135,16 @@ class ForwardStack:
     def __init__(self, exposure: Exposure) -> None:
         self._exposure = exposure
         self._entries: list[_Entry] = []
+        self._thread = 0
 
     def enter(self, module: nn.Module) -> None:
+        thread = threading.get_ident()
+        if self._entries and self._thread != thread:
+            raise UsageError(
+                f"{type(module).__name__} is called by a second thread while another one is inside the model\n"
+                "  fix:   run one forward or backward at a time for each prepared model"
+            )
+        self._thread = thread
         if self._entries and self._entries[0].module is module:
             self.clear()
         self._entries.append(_Entry(module))
@@ -145,6 +154,8 @@ class ForwardStack:
         self._entries[-1].hooks_pushed = hooks_pushed
 
     def leave(self, module: nn.Module) -> None:
+        if self._thread != threading.get_ident():
+            return  # of a call that was refused
         while any(entry.module is module for entry in self._entries):
             entry = self._entries.pop()
             self._undo(entry)

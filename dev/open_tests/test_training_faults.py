@@ -155,7 +155,7 @@ def test_a_flipped_bit_is_found_when_verify_is_set(
         model, optimizer = prepared(tmp_path, verify=verify)
 
         def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            for number in range(20):
+            for number in range(8):
                 step(model, optimizer, number)
 
         if verify:
@@ -368,6 +368,9 @@ def test_an_interrupt_after_updates_have_run_is_a_torn_step(tmp_path: Path) -> N
 
 
 EXITS = """
+plain = make()
+train(plain, torch.optim.AdamW(plain.parameters()))  # what is imported at the first use need not be imported by each child
+import torch._dynamo
 WAYS = ["trained", "mid-step", "forward only", "prepared", "built", "error", "sys.exit", "thread", "accelerator", "bfloat16"]
 pids = []
 number = None
