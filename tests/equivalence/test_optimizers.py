@@ -274,6 +274,21 @@ def test_loading_ones_own_state_dict_goes_back(kind: str, tmp_path: Path) -> Non
     compare(make, script, OPTIMIZERS[kind], HALF, tmp_path)
 
 
+def test_a_scheduler_goes_on_after_load_state_dict(tmp_path: Path) -> None:
+    """Resuming: the groups that the scheduler changes are still those that the update reads."""
+
+    def script(run: Run) -> None:
+        scheduler = lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+        five_steps(run)
+        run.optimizer.load_state_dict(copied(run.optimizer.state_dict()))
+        for number in range(3):
+            run.step(mean_square(run.model, batch(number)))
+            scheduler.step()
+            run.log([group["lr"] for group in run.optimizer.param_groups])
+
+    compare(make, script, adamw, HALF, tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "adamw-fused", "sgd-momentum"])
 def test_a_state_dict_of_either_loads_in_the_other(kind: str, tmp_path: Path) -> None:
     config = zi.Config(memory="1MiB", nvme=tmp_path)

@@ -45,7 +45,7 @@ class Plan:
         engine.store.hold = note_change  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("share", [2, 4, 8])
+@pytest.mark.parametrize("share", [2, 4])
 def test_counters_equal_the_plan(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 16 * 1024)
     model = deep()

@@ -219,7 +219,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _last_step(contender: Contender) -> str:
     if contender.error is not None:
-        return f"{contender.setting.name}: failed"
+        return f"{contender.setting.name}: failed ({contender.error})"
     return f"{contender.setting.name}: {format_seconds(contender.samples[-1].seconds)}"
 
 
