@@ -65,7 +65,7 @@ def all_given_back() -> Iterator[None]:
     assert after.descriptors <= before.descriptors
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
     """Whether it became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
