@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError, again
+from zero_infinity.interrupts import through
 from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
 from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import Direction, Engine, Priority
@@ -550,7 +551,8 @@ class BlockStore:
                 block.priority = Priority.DEMANDED
                 if block.ticket is not None:
                     block.ticket.raise_priority(Priority.DEMANDED)
-                self._changed.wait(_POLL_SECONDS)
+                with through():
+                    self._changed.wait(_POLL_SECONDS)
                 if last_event != self._num_events or not self._is_stuck(block):
                     idle_since, last_event = time.monotonic(), self._num_events
                 patience = _STUCK_WHILE_HELD_SECONDS if self._num_turns else _STUCK_SECONDS
