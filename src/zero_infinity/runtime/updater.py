@@ -158,6 +158,7 @@ class Updater:
             record.scalars[parameter] = scalars
             parameter.edited = False
         job.done()
+        self._store.heap.look()  # optimizers make temporaries
         return True
 
     def _blocks(self, job: Job, chunk: Chunk) -> list[Block]:

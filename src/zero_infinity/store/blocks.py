@@ -40,6 +40,7 @@ from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
 from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
+from zero_infinity.store.heap import HeapWatch
 from zero_infinity.units import format_bytes
 
 # How often a waiting thread looks for tensors that have died: their finalizers may not wake anyone.
@@ -67,6 +68,7 @@ class BlockStore:
     def __init__(self, pool: BufferPool, engine: Engine | None = None, *, verify: bool = False) -> None:
         self.pool = pool
         self.engine = engine
+        self.heap = HeapWatch(pool)
         self._verify = verify
         self._extents = Extents(engine.reserve) if engine is not None else None
         self._changed = threading.Condition()
