@@ -52,7 +52,7 @@ class BeforeForward(Hook):
     @not_compiled
     def __call__(self, module: nn.Module, _: Any) -> None:
         self._stack.enter(module)
-        self._exposure.expose(self._parameters)
+        self._exposure.expose(self._parameters, watched=True)
         self._stack.entered(self._parameters, hooks_pushed=self._exposure.push_hooks())
 
 

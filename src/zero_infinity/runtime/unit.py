@@ -43,6 +43,7 @@ class ManagedParameter:
     plain_class: type[nn.Parameter]
     num_exposures: int = 0
     exposed_version: int = 0
+    num_changes: int = 0  # by updates, and by tensors that the user put in its place
     group: int | None = None  # index of the optimizer's parameter group; None: not trained
     edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
     gradient_hook: Callable[[torch.Tensor], None] | None = None
@@ -55,6 +56,12 @@ class ManagedParameter:
     @property
     def end(self) -> int:
         return self.offset + self.num_elements
+
+    @property
+    def version(self) -> int:
+        """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version + self.num_changes
 
     def hook_gradient_last(self) -> None:
         """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
@@ -94,13 +101,16 @@ class Unit:
     source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
     num_handles: int = 0  # saved tensors that autograd still holds as handles
-    num_updates: int = 0  # submitted so far, and changes by the user
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    def parameter_at(self, offset: int) -> ManagedParameter:
+        """The parameter whose elements are around `offset`."""
+        return next(p for p in reversed(self.parameters) if p.offset <= offset)
 
     def rename(self, name: str) -> None:
         """Its module has got a name."""
