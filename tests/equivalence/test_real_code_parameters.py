@@ -437,6 +437,73 @@ def test_gradients_of_parameters_that_are_not_optimized(tmp_path: Path) -> None:
     compare(small, script, lambda model: torch.optim.AdamW(model[3:].parameters()), FITS, tmp_path)
 
 
+# ---------------------------------------------------------------------- parameters that stay in memory
+
+
+class Complex(nn.Module):
+    """A complex parameter and one without elements, which get gradients, beside a real layer that is managed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = square()
+        self.spectrum = nn.Parameter(torch.randn(17, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0, 32))
+        self.last = square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.spectrum, n=32)
+        return self.last(torch.cat((x, self.nothing)))
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd, lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1)])
+def test_parameters_that_stay_in_memory(
+    optimizer: Callable[[nn.Module], Optimizer], setting: Setting, tmp_path: Path
+) -> None:
+    def script(run: Run) -> None:
+        for number in range(6):
+            loss = mean_square(run.model, batch(number))
+            loss.backward()
+            run.log(run.model.spectrum.grad, run.model.nothing.grad)
+            run.optimizer.step()
+            if number == 3:
+                run.optimizer.load_state_dict(run.optimizer.state_dict())
+            run.optimizer.zero_grad(set_to_none=number % 2 == 0)
+            run.log(loss, run.model.spectrum.grad)
+
+    compare(Complex, script, optimizer, setting, tmp_path)
+
+
+def test_parameters_that_stay_in_memory_are_clipped(setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            mean_square(run.model, batch(number)).backward()
+            if not run.prepared:
+                norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+            run.optimizer.step()
+            run.log(run.optimizer.grad_norm if run.prepared else norm)
+            run.optimizer.zero_grad()
+
+    compare(Complex, script, adamw, setting, tmp_path, max_grad_norm=0.05)
+
+
+def test_clipping_every_gradient_by_call(setting: Setting, tmp_path: Path) -> None:
+    """Also those of parameters that stay in memory, and of those that the optimizer does not have."""
+
+    def script(run: Run) -> None:
+        clip = zi.clip_grad_norm_ if run.prepared else nn.utils.clip_grad_norm_
+        for number in range(4):
+            mean_square(run.model, batch(number)).backward()
+            run.log(clip([*run.model.first.parameters(), run.model.nothing, *run.model.last.parameters()], 0.05))
+            # The order in which plain torch adds up the norms of several dtypes is its own: not bit for bit.
+            run.log(round(clip(run.model.parameters(), 100).item(), 5))
+            run.log(run.model.last.weight.grad, run.model.spectrum.grad)
+            run.optimizer.step()
+            run.model.zero_grad()
+
+    optimizer = lambda m: torch.optim.AdamW([*m.first.parameters(), m.spectrum, m.nothing], lr=1e-2)
+    compare(Complex, script, optimizer, setting, tmp_path, update="after_backward")
+
+
 # ---------------------------------------------------------------------- reading
 
 

@@ -177,7 +177,7 @@ def plain_class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 def manageable(parameter: nn.Parameter) -> bool:
-    """Floating point, dense and not empty; everything else stays where it is."""
+    """Real, floating point, dense and not empty; everything else stays where it is."""
     if nn.parameter.is_lazy(parameter):
         raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
     return parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel() > 0
