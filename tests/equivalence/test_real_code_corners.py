@@ -342,6 +342,22 @@ def test_tied_after_prepare(setting: Setting, tmp_path: Path) -> None:
     compare(small, script, adamw, setting, tmp_path)
 
 
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).t()
+
+
+def test_parametrized_after_prepare(setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        usual(run)
+        parametrize.register_parametrization(run.model[0], "weight", Symmetric())
+        usual(run)
+        parametrize.remove_parametrizations(run.model[0], "weight")
+        usual(run)
+
+    compare(small, script, adamw, setting, tmp_path)
+
+
 def test_layers_added_and_removed_after_prepare(setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:
         usual(run)
@@ -406,6 +422,16 @@ def test_selective_checkpointing(setting: Setting, tmp_path: Path) -> None:
 
     make = lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.Softmax(-1))
     compare(make, training(batch, loss), adamw, setting, tmp_path)
+
+
+def test_vmap(setting: Setting, tmp_path: Path) -> None:
+    """Over the model, and over an operation with a parked weight."""
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = torch.func.vmap(lambda row: F.linear(row, model[3].weight).tanh())(x)
+        return torch.func.vmap(model)(x).square().mean()
+
+    compare(lambda: small().eval(), training(batch, loss), adamw, setting, tmp_path)
 
 
 def test_meta_learning(tmp_path: Path) -> None:

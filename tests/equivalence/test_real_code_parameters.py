@@ -437,6 +437,43 @@ def test_gradients_of_parameters_that_are_not_optimized(tmp_path: Path) -> None:
     compare(small, script, lambda model: torch.optim.AdamW(model[3:].parameters()), FITS, tmp_path)
 
 
+# ---------------------------------------------------------------------- memory in common
+
+
+def tied_by_data(model: nn.Module) -> None:
+    model[3].weight.data = model[0].weight.data
+
+
+def tied_in_part(model: nn.Module) -> None:
+    model[3].bias = nn.Parameter(model[0].weight.detach()[3])
+
+
+def buffer_of_a_weight(model: nn.Module) -> None:
+    model.register_buffer("first", model[0].weight.detach())
+
+
+@pytest.mark.parametrize("share", [tied_by_data, tied_in_part, buffer_of_a_weight])
+def test_memory_in_common_is_refused(share: Callable[[nn.Module], None]) -> None:
+    model = small()
+    share(model)
+    with pytest.raises(zi.UsageError, match=r"(?s)'0.weight'.*same memory.*b.weight = a.weight"):
+        zi.prepare(model, adamw(model), zi.Config(memory="1GiB"))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_parameters_side_by_side_in_one_tensor(setting: Setting, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = small()
+        parts = torch.cat([p.detach().flatten() for p in model.parameters()]).split(
+            [p.numel() for p in model.parameters()]
+        )
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.data = part.view_as(parameter)
+        return model
+
+    compare(make, usual, adamw, setting, tmp_path)
+
+
 # ---------------------------------------------------------------------- parameters that stay in memory
 
 
@@ -643,6 +680,12 @@ def by_replaced_data(p: nn.Parameter) -> None:
     p.data = torch.full(p.shape, 0.01)
 
 
+def by_set(p: nn.Parameter) -> None:
+    """As torch.nn.utils.parametrize does; torch has no way to override it."""
+    with torch.no_grad():
+        p.set_(torch.full(p.shape, 0.01))
+
+
 def by_out(p: nn.Parameter) -> None:
     with torch.no_grad():
         torch.mul(p.detach().clone(), 0.5, out=p)
@@ -655,7 +698,19 @@ def by_foreach(p: nn.Parameter) -> None:
 
 EDITS = [
     *(by_gathered, by_gathered_data, by_gathered_numpy, by_data, by_clamped_data, by_detached, by_detached_view),
-    *(by_view, by_in_place, by_copy, by_index, by_operator, by_init, by_kaiming, by_replaced_data, by_out, by_foreach),
+    *(
+        by_view,
+        by_in_place,
+        by_copy,
+        by_index,
+        by_operator,
+        by_init,
+        by_kaiming,
+        by_replaced_data,
+        by_set,
+        by_out,
+        by_foreach,
+    ),
 ]
 
 

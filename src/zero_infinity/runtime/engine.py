@@ -29,7 +29,7 @@ from zero_infinity.runtime.precision import precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.sources import ComputeCache, check_room
 from zero_infinity.runtime.stats import Stats
-from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit
+from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit, refuse_shared_memory
 from zero_infinity.runtime.unmanaged import UnmanagedParameters
 from zero_infinity.runtime.updater import Updater
 from zero_infinity.store.block import Home
@@ -57,6 +57,7 @@ class TrainingEngine:
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
         # First what can fail for a user's mistake, before anything moves.
+        refuse_shared_memory(model)
         owners, replaced = self._make_units(model)
         self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
         self._managed = {p.parameter: p for unit in self.units for p in unit.parameters}

@@ -11,6 +11,7 @@ Parameters are swapped by one thread at a time: a kernel running elsewhere holds
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _autograd
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -191,6 +193,7 @@ class Exposure:
 
     def _expose_one(self, parameter: ManagedParameter, *, watched: bool) -> None:
         unit = parameter.unit
+        put_there = self._put_there(parameter) if not parameter.num_exposures else None
         if unit.flat is None:
             unit.flat = self.acquire(unit)
             unit.the_source().pin(unit)
@@ -199,17 +202,25 @@ class Exposure:
         parameter.num_exposures += 1
         if parameter.num_exposures == 1:
             with _ordinary_tensors():
-                self._check_cell(parameter)
                 parked.show(parameter, parameter.of(unit.flat), watched=watched)
-            parameter.exposed_version = parameter.parameter._version
+                parameter.exposed_version = parameter.parameter._version
+                if put_there is not None:
+                    parked.show(parameter, put_there, watched=watched)
+                    self._keep_edits(parameter)
 
-    def _check_cell(self, parameter: ManagedParameter) -> None:
-        cell = parameter.parked_data
-        if cell.device.type == "cpu" and cell.as_strided((1,), (1,)).item() == cell.as_strided((1,), (1,)).item():
+    def _put_there(self, parameter: ManagedParameter) -> torch.Tensor | None:
+        """What somebody has put in the place of the parked data by `set_`, which torch lets nobody override."""
+        cell = parameter.cell
+        if cell.device.type == "cpu" and not math.isnan(cell.item()):
             raise UsageError(
                 f"parameter {parameter.name!r} was written to while it was parked, past the safety net\n"
                 "  fix:   edit parameters inside zi.gathered([...])"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.parameter.data_ptr() == cell.data_ptr():
+                return None
+            parked.check_same_kind(parameter, parameter.parameter)
+            return parked.data_of(parameter)
 
     def _keep_edits(self, parameter: ManagedParameter) -> None:
         """The user may have changed the value in place, or put another tensor in (`p.data = t`)."""
@@ -276,7 +287,7 @@ class Exposure:
 
     def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit in whose memory `tensor` lies."""
-        if not self._storages or tensor.layout is not torch.strided:
+        if not self._storages or tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)

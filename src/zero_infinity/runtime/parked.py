@@ -149,7 +149,7 @@ class ParkedParameter(nn.Parameter):
             args[0].__dict__[ATTRIBUTE].hook_gradient_last()
             return handle
         if func == _SET_DATA or func is _ABOUT_TO_CONVERT:  # a new wrapper at each look-up: equal, not identical
-            _check_same_kind(args[0], args[1])
+            check_same_kind(args[0].__dict__[ATTRIBUTE], args[1])
         if func is torch.Tensor.share_memory_:
             raise UsageError(
                 f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is managed by zero_infinity and cannot move into "
@@ -252,15 +252,15 @@ def _with_edges(value: Any) -> Any:
     return value
 
 
-def _check_same_kind(parameter: nn.Parameter, data: torch.Tensor) -> None:
+def check_same_kind(parameter: ManagedParameter, data: torch.Tensor) -> None:
     """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
+    cell = parameter.cell
     with torch._C.DisableTorchFunctionSubclass():
-        old = (parameter.dtype, parameter.device, parameter.shape)
+        old = (cell.dtype, cell.device, parameter.shape)
         new = (data.dtype, data.device, data.shape)
     if old != new:
-        name = parameter.__dict__[ATTRIBUTE].name
         raise UsageError(
-            f"parameter {name!r} is managed by zero_infinity as {old[0]} {tuple(old[2])} on {old[1]} and cannot become "
-            f"{new[0]} {tuple(new[2])} on {new[1]}\n"
+            f"parameter {parameter.name!r} is managed by zero_infinity as {old[0]} {tuple(old[2])} on {old[1]} and "
+            f"cannot become {new[0]} {tuple(new[2])} on {new[1]}\n"
             "  fix:   convert the model before zi.prepare, or set param_dtype / compute_dtype in zi.Config"
         )

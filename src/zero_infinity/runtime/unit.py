@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +40,8 @@ class ManagedParameter:
     offset: int  # elements from the start of the unit
     shape: torch.Size
     stride: tuple[int, ...]
-    parked_data: torch.Tensor  # what the parameter shows while its bytes are elsewhere: NaN, with the true shape
+    cell: torch.Tensor  # one element: NaN
+    parked_data: torch.Tensor  # what the parameter shows while its bytes are elsewhere: the cell, with the true shape
     plain_class: type[nn.Parameter]
     num_exposures: int = 0
     exposed_version: int = 0
@@ -162,6 +164,7 @@ def make_unit(
                 offset=unit.num_elements,
                 shape=parameter.shape,
                 stride=dense_stride(parameter.detach()),
+                cell=cell,
                 parked_data=cell.expand(parameter.shape),
                 plain_class=plain_class_of(parameter),
             )
@@ -194,3 +197,25 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tup
                 own.append((f"{module_name}.{name}" if module_name else name, parameter))
         if own:
             yield module, module_name, own
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise when a parameter that is to move has its memory in common with another parameter or a buffer.
+
+    They are one in plain PyTorch (`b.weight.data = a.weight.data`, a buffer of `weight.detach()`) and would be two.
+    """
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        moves = isinstance(tensor, nn.Parameter) and manageable(tensor)
+        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if ATTRIBUTE not in tensor.__dict__:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.itemsize, name, moves))
+    for (_, end, name, moves), (start, _, other, other_moves) in pairwise(sorted(spans)):
+        if start <= end and start and (moves or other_moves):
+            raise UsageError(
+                f"{name!r} and {other!r} lie in the same memory, which they cannot when parameters move\n"
+                "  fix:   tie parameters by assigning the parameter itself (b.weight = a.weight), or give one of them "
+                "memory of its own (.clone())"
+            )
