@@ -46,8 +46,8 @@ def prepare(
     place = accelerator or _find_accelerator()
     engine = TrainingEngine(model, optimizer, config, place)
     if place is not None:
-        for buffer in model.buffers():
-            buffer.data = buffer.to(place.device)
+        for tensor in (*model.buffers(), *(p for p in model.parameters() if managed(p) is None)):
+            tensor.data = tensor.data.to(place.device)
     return model, StreamedOptimizer(engine, optimizer)
 
 

@@ -37,6 +37,10 @@ class CapacityError(ZeroInfinityError, MemoryError):
 class StorageError(ZeroInfinityError, OSError):
     """A disk or a file refused."""
 
+    def __str__(self) -> str:
+        # OSError's own text would put the errno before the message and the path, which it names already, after it.
+        return self.strerror or super().__str__()
+
 
 class SwapSpaceError(StorageError):
     """Swap space could not be created or reserved."""

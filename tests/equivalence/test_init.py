@@ -30,6 +30,8 @@ from torch.nn.modules import module as torch_module
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
 import zero_infinity as zi
+from zero_infinity.runtime import parked
+from zero_infinity.runtime.host import host_of
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -396,3 +398,69 @@ def test_a_model_built_in_float32_can_be_stored_in_bfloat16(tmp_path: Path) -> N
     model = build(mlp, config)
     found = run_prepared(lambda: model, script, adamw, config)
     assert_identical(expected, found)
+
+
+# ---------------------------------------------------------------------- parameters that the model does not have any more
+
+
+def in_a_list(model: nn.Module) -> Any:
+    return [model[0].weight]
+
+
+def in_a_closure(model: nn.Module) -> Any:
+    weight = model[0].weight
+    return lambda: weight.sum()
+
+
+def in_another_optimizer(model: nn.Module) -> Any:
+    return torch.optim.SGD([model[0].weight], lr=0.1)
+
+
+def in_a_graph(model: nn.Module) -> Any:
+    return model[0].weight.square().sum()
+
+
+def its_values(kept: Any) -> torch.Tensor:
+    match kept:
+        case [weight]:
+            return weight.sum()
+        case torch.optim.Optimizer():
+            return kept.param_groups[0]["params"][0].sum()
+        case torch.Tensor():
+            ((_, gradient),) = _gradients_of_leaves(kept)
+            return gradient.sum() / 2
+    return kept()
+
+
+def _gradients_of_leaves(loss: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    (leaf,) = [node.variable for node in _nodes(loss.grad_fn) if hasattr(node, "variable")]
+    return [(leaf, torch.autograd.grad(loss, leaf)[0])]
+
+
+def _nodes(node: Any) -> list[Any]:
+    return [node, *(n for following, _ in node.next_functions if following is not None for n in _nodes(following))]
+
+
+@pytest.mark.parametrize("keep", [in_a_list, in_a_closure, in_another_optimizer, in_a_graph])
+def test_a_replaced_parameter_that_somebody_still_holds(keep: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    config = zi.Config(memory="1MiB", nvme=tmp_path)
+    with zi.init(config):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        expected = model[0].weight.sum().detach()
+        kept = keep(model)
+        model[0].weight = model[1].weight
+    zi.prepare(model, adamw(model), config)
+    for number in range(3):
+        mean_square(model, vectors()(number)).backward()
+    assert torch.allclose(its_values(kept).detach(), expected)
+
+
+def test_a_replaced_parameter_that_nobody_holds_is_given_back(tmp_path: Path) -> None:
+    config = zi.Config(memory="1MiB", nvme=tmp_path)
+    with zi.init(config):
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
+        host = host_of(parked.managed(model[0].weight))
+        model[0].weight = model[1].weight
+    assert len(host.units) == 2
+    zi.prepare(model, adamw(model), config)
+    assert [unit.name for unit in host.units] == ["1"]

@@ -260,6 +260,9 @@ def test_conversions_that_change_nothing(convert: Callable[[nn.Module], Any], se
         lambda m: m.double(),
         lambda m: m.half(),
         lambda m: m.bfloat16(),
+        lambda m: m.to("meta"),
+        lambda m: m.to_empty(device="meta"),
+        lambda m: m.share_memory(),
     ],
 )
 def test_conversions_that_are_refused(convert: Callable[[nn.Module], Any], setting: Setting, tmp_path: Path) -> None:

@@ -437,6 +437,110 @@ def test_gradients_of_parameters_that_are_not_optimized(tmp_path: Path) -> None:
     compare(small, script, lambda model: torch.optim.AdamW(model[3:].parameters()), FITS, tmp_path)
 
 
+# ---------------------------------------------------------------------- memory in common
+
+
+def tied_by_data(model: nn.Module) -> None:
+    model[3].weight.data = model[0].weight.data
+
+
+def tied_in_part(model: nn.Module) -> None:
+    model[3].bias = nn.Parameter(model[0].weight.detach()[3])
+
+
+def buffer_of_a_weight(model: nn.Module) -> None:
+    model.register_buffer("first", model[0].weight.detach())
+
+
+@pytest.mark.parametrize("share", [tied_by_data, tied_in_part, buffer_of_a_weight])
+def test_memory_in_common_is_refused(share: Callable[[nn.Module], None]) -> None:
+    model = small()
+    share(model)
+    with pytest.raises(zi.UsageError, match=r"(?s)'0.weight'.*same memory.*b.weight = a.weight"):
+        zi.prepare(model, adamw(model), zi.Config(memory="1GiB"))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_parameters_side_by_side_in_one_tensor(setting: Setting, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = small()
+        parts = torch.cat([p.detach().flatten() for p in model.parameters()]).split(
+            [p.numel() for p in model.parameters()]
+        )
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.data = part.view_as(parameter)
+        return model
+
+    compare(make, usual, adamw, setting, tmp_path)
+
+
+# ---------------------------------------------------------------------- parameters that stay in memory
+
+
+class Complex(nn.Module):
+    """A complex parameter and one without elements, which get gradients, beside a real layer that is managed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = square()
+        self.spectrum = nn.Parameter(torch.randn(17, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0, 32))
+        self.last = square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.spectrum, n=32)
+        return self.last(torch.cat((x, self.nothing)))
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd, lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1)])
+def test_parameters_that_stay_in_memory(
+    optimizer: Callable[[nn.Module], Optimizer], setting: Setting, tmp_path: Path
+) -> None:
+    def script(run: Run) -> None:
+        for number in range(6):
+            loss = mean_square(run.model, batch(number))
+            loss.backward()
+            run.log(run.model.spectrum.grad, run.model.nothing.grad)
+            run.optimizer.step()
+            if number == 3:
+                run.optimizer.load_state_dict(run.optimizer.state_dict())
+            run.optimizer.zero_grad(set_to_none=number % 2 == 0)
+            run.log(loss, run.model.spectrum.grad)
+
+    compare(Complex, script, optimizer, setting, tmp_path)
+
+
+def test_parameters_that_stay_in_memory_are_clipped(setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            mean_square(run.model, batch(number)).backward()
+            if not run.prepared:
+                norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+            run.optimizer.step()
+            run.log(run.optimizer.grad_norm if run.prepared else norm)
+            run.optimizer.zero_grad()
+
+    compare(Complex, script, adamw, setting, tmp_path, max_grad_norm=0.05)
+
+
+def test_clipping_every_gradient_by_call(setting: Setting, tmp_path: Path) -> None:
+    """Also those of parameters that stay in memory, and of those that the optimizer does not have."""
+
+    def script(run: Run) -> None:
+        clip = zi.clip_grad_norm_ if run.prepared else nn.utils.clip_grad_norm_
+        for number in range(4):
+            mean_square(run.model, batch(number)).backward()
+            run.log(clip([*run.model.first.parameters(), run.model.nothing, *run.model.last.parameters()], 0.05))
+            # The order in which plain torch adds up the norms of several dtypes is its own: not bit for bit.
+            run.log(round(clip(run.model.parameters(), 100).item(), 5))
+            run.log(run.model.last.weight.grad, run.model.spectrum.grad)
+            run.optimizer.step()
+            run.model.zero_grad()
+
+    optimizer = lambda m: torch.optim.AdamW([*m.first.parameters(), m.spectrum, m.nothing], lr=1e-2)
+    compare(Complex, script, optimizer, setting, tmp_path, update="after_backward")
+
+
 # ---------------------------------------------------------------------- reading
 
 
@@ -576,6 +680,12 @@ def by_replaced_data(p: nn.Parameter) -> None:
     p.data = torch.full(p.shape, 0.01)
 
 
+def by_set(p: nn.Parameter) -> None:
+    """As torch.nn.utils.parametrize does; torch has no way to override it."""
+    with torch.no_grad():
+        p.set_(torch.full(p.shape, 0.01))
+
+
 def by_out(p: nn.Parameter) -> None:
     with torch.no_grad():
         torch.mul(p.detach().clone(), 0.5, out=p)
@@ -588,7 +698,19 @@ def by_foreach(p: nn.Parameter) -> None:
 
 EDITS = [
     *(by_gathered, by_gathered_data, by_gathered_numpy, by_data, by_clamped_data, by_detached, by_detached_view),
-    *(by_view, by_in_place, by_copy, by_index, by_operator, by_init, by_kaiming, by_replaced_data, by_out, by_foreach),
+    *(
+        by_view,
+        by_in_place,
+        by_copy,
+        by_index,
+        by_operator,
+        by_init,
+        by_kaiming,
+        by_replaced_data,
+        by_set,
+        by_out,
+        by_foreach,
+    ),
 ]
 
 

@@ -161,7 +161,7 @@ def assert_sound(model: nn.Module) -> None:
 
 
 def is_parked(parameter: torch.Tensor) -> bool:
-    return type(parameter) is parked.ParkedParameter
+    return isinstance(parameter, parked.ParkedParameter)
 
 
 def assert_identical(plain: Outcome, prepared: Outcome) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from zero_infinity import __version__
-from zero_infinity.errors import ConfigError, StorageError, TornStepError, UsageError, ZeroInfinityError
+from zero_infinity.errors import ConfigError, TornStepError, UsageError, ZeroInfinityError
 
 # Command (which is also its module) -> the line that --help shows.
 COMMANDS = {
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()  # here, so that a reader who left is noticed while it can be handled
     except ZeroInfinityError as error:
-        print(_describe(error), file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_MISTAKE if _is_mistake(error) else EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -96,12 +96,6 @@ def _unknown_command(command: str) -> ConfigError:
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
     return ConfigError(f"unknown command {command!r}; {hint}")
-
-
-def _describe(error: ZeroInfinityError) -> str:
-    # An OSError's own text would put the errno before the message and the path, which it names already, after it.
-    message = error.strerror if isinstance(error, StorageError) and error.strerror else error
-    return f"{type(error).__name__}: {message}"
 
 
 def _is_mistake(error: ZeroInfinityError) -> bool:

@@ -8,7 +8,7 @@ is collected, or the process ends, threads, memory and swap files go.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ from zero_infinity.runtime.precision import precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.sources import ComputeCache, check_room
 from zero_infinity.runtime.stats import Stats
-from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit
+from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit, refuse_shared_memory
+from zero_infinity.runtime.unmanaged import UnmanagedParameters
 from zero_infinity.runtime.updater import Updater
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
@@ -57,10 +58,12 @@ class TrainingEngine:
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
         # First what can fail for a user's mistake, before anything moves.
+        refuse_shared_memory(model)
         owners, replaced = self._make_units(model)
         self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
         self._managed = {p.parameter: p for unit in self.units for p in unit.parameters}
-        _assign_groups(optimizer, self._managed)
+        unmanaged = _assign_groups(optimizer, self._managed, self._model_parameters)
+        self._unmanaged = UnmanagedParameters(optimizer, unmanaged)
         self.records = self._make_records()
         self._sizes = [_size(unit, self.records.get(unit)) for unit in self.units]
         copies = 0 if accelerator is not None else _copy_budget(self.units, config.memory_budget())
@@ -236,22 +239,25 @@ class TrainingEngine:
         self._take_hand_made_gradients()
         self._take_zeros()
         factors: tuple[torch.Tensor, ...] = ()
+        norms: dict[ManagedParameter | nn.Parameter, torch.Tensor] = {}
+        if self.loss_scale is not None or self.config.max_grad_norm is not None:
+            norms.update(self.gradients.norms.items())
+            norms.update(self._unmanaged.norms().items())
         if self.loss_scale is not None:
-            overflowed = not all(torch.isfinite(norm).item() for norm in self.gradients.norms.values())
+            overflowed = not all(torch.isfinite(norm).item() for norm in norms.values())
             unscale = torch.tensor(1.0 / self.loss_scale.scale)
             self.loss_scale.judge(overflowed=overflowed)
             if overflowed:
                 self.gradients.skip()
                 return
             factors += (unscale,)
-            for managed, norm in self.gradients.norms.items():
-                self.gradients.norms[managed] = norm * unscale
+            norms = {parameter: norm * unscale for parameter, norm in norms.items()}
         if self.config.max_grad_norm is not None:
-            norms = self.gradients.norms
-            found = [norms[m] for p in self._model_parameters if (m := parked.managed(p)) is not None and m in norms]
+            found = [norms[key] for p in self._model_parameters if (key := parked.managed(p) or p) in norms]
             self.grad_norm, clip = _clip_factors(found, self.config.max_grad_norm)
             factors += clip
         self.gradients.step(factors)
+        self._unmanaged.step(factors)
         for source in {unit.the_source() for unit in self.units}:
             source.end_cycle(same_order=self.gradients.same_order)
         self._num_steps += 1
@@ -263,20 +269,26 @@ class TrainingEngine:
                 "zi.clip_grad_norm_ comes too late: parameters were updated while backward ran\n"
                 '  fix:   update="after_backward" or max_grad_norm=... in zi.Config'
             )
-        retained = [m for p in parameters if (m := parked.managed(p)) is not None and self.gradients.has(m)]
-        norms = {}
-        for managed in retained:
-            gradient = self.gradients.gather(managed)
-            if gradient is not None:
-                norms[managed] = torch.linalg.vector_norm(gradient)
-        norm, factors = _clip_factors(list(norms.values()), max_norm)
-        for managed in norms:
-            gradient = self.gradients.gather(managed)
-            if gradient is not None:
-                for factor in factors:
-                    gradient.mul_(factor)
+        clipped = list(parameters)
+        norm, factors = _clip_factors([torch.linalg.vector_norm(g) for _, g in self._gradients_of(clipped)], max_norm)
+        for managed, gradient in self._gradients_of(clipped):
+            for factor in factors:
+                gradient.mul_(factor)
+            if managed is not None:
                 self.gradients.replace(managed, gradient)
         return norm
+
+    def _gradients_of(
+        self, parameters: Iterable[torch.Tensor]
+    ) -> Iterator[tuple[ManagedParameter | None, torch.Tensor]]:
+        """Retained gradients, whole, with whose they are; and those that are on their parameters."""
+        for parameter in parameters:
+            managed = parked.managed(parameter)
+            if managed is not None and managed.group is None:
+                managed = None
+            gradient = parameter.grad if managed is None else self.gradients.gather(managed)
+            if gradient is not None:
+                yield managed, gradient
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
@@ -285,6 +297,7 @@ class TrainingEngine:
             if set_to_none:
                 self.gradients.seen.clear()
             self._zeros = set_to_none is False
+            self._unmanaged.zero_grad(set_to_none=set_to_none)
             for parameter, managed in self._managed.items():
                 if managed.group is not None:
                     parameter.grad = None
@@ -342,8 +355,10 @@ class TrainingEngine:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
             for group in self.user_optimizer.param_groups
         ]
-        known = {number: self._managed[p] for p, number in numbers.items() if p in self._managed}
-        states = {number: self.keeper.read_state(managed) for number, managed in known.items()}
+        states = {
+            number: self.keeper.read_state(self._managed[p]) if p in self._managed else self._unmanaged.state(p)
+            for p, number in numbers.items()
+        }
         return {"state": {n: state for n, state in states.items() if state is not None}, "param_groups": groups}
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -411,18 +426,22 @@ def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Ten
     return norm, (torch.clamp(max_norm / (norm + 1e-6), max=1.0),)
 
 
-def _assign_groups(optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter]) -> None:
+def _assign_groups(
+    optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter], model_parameters: Collection[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Tell each parameter its group; returns those of the model that are in a group and not managed."""
+    unmanaged = set(model_parameters) - managed.keys()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if not parameter.numel() or not parameter.is_floating_point():
-                continue  # it never gets a gradient
-            if parameter not in managed:
+            if parameter in managed:
+                managed[parameter].group = number
+            elif parameter not in unmanaged:
                 raise UsageError(
                     f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
-                    "that is not one of the model's floating-point parameters\n"
+                    "that is not one of the model's parameters\n"
                     "  fix:   make the optimizer from model.parameters()"
                 )
-            managed[parameter].group = number
+    return unmanaged & {p for group in optimizer.param_groups for p in group["params"]}
 
 
 def _size(unit: Unit, record: Record | None) -> UnitSize:

@@ -11,6 +11,7 @@ Parameters are swapped by one thread at a time: a kernel running elsewhere holds
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _autograd
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held, through
 from zero_infinity.runtime import parked
-from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter, Unit
+from zero_infinity.runtime.unit import ManagedParameter, Unit
 
 # Dead storages that may be remembered beyond as many as are alive.
 _DEAD_STORAGES = 64
@@ -35,15 +37,32 @@ _DEAD_STORAGES = 64
 class Handle:
     """A saved tensor that lies in a unit: what is needed to find it again."""
 
-    __slots__ = ("__weakref__", "num_updates", "offset", "size", "stride", "unit")
+    __slots__ = ("__weakref__", "kind", "offset", "parameter", "size", "stride", "version")
 
-    def __init__(self, unit: Unit, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self.unit = unit
+    def __init__(
+        self,
+        parameter: ManagedParameter,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+        kind: tuple[torch.dtype, bool, bool] | None = None,
+    ) -> None:
+        self.parameter = parameter
         self.size = size
         self.stride = stride
         self.offset = offset
-        self.num_updates = unit.num_updates
-        unit.saved(self)
+        self.kind = kind  # of a view that is not simply a part: its dtype, whether it is conjugated, and negated
+        self.version = parameter.version
+        parameter.unit.saved(self)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The saved tensor in its unit's elements."""
+        if self.kind is None:
+            return flat.as_strided(self.size, self.stride, self.offset)
+        dtype, conjugated, negated = self.kind
+        tensor = flat.view(dtype).as_strided(self.size, self.stride, self.offset)
+        tensor = tensor.conj() if conjugated else tensor
+        return torch._neg_view(tensor) if negated else tensor
 
 
 class _Delegated:
@@ -93,8 +112,11 @@ class Exposure:
             self._forget_dead_at = 2 * len(self._storages) + _DEAD_STORAGES
         self._storages[storage._cdata] = (weakref.ref(storage), unit)
 
-    def expose(self, parameters: Sequence[ManagedParameter]) -> None:
-        """Show these parameters their values: all, or (an error, an interrupt) none."""
+    def expose(self, parameters: Sequence[ManagedParameter], *, watched: bool = False) -> None:
+        """Show these parameters their values: all, or (an error, an interrupt) none.
+
+        `watched`: to code that may change them without a trace.
+        """
         thread = threading.get_ident()
         if self._num_exposed and self._thread != thread:
             raise UsageError(
@@ -104,7 +126,7 @@ class Exposure:
         self._thread = thread
         for done, parameter in enumerate(parameters):
             try:
-                self._expose_one(parameter)
+                self._expose_one(parameter, watched=watched)
             except BaseException:
                 self.park(parameters[:done])
                 raise
@@ -168,11 +190,16 @@ class Exposure:
             handle_unit = self._unit_of(tensor)
             for parameter in parameters:
                 if parameter.unit is handle_unit:
-                    parameter.unit.the_source().may_change(parameter.unit)
-                    parameter.edited = True
+                    self.may_change(parameter)
 
-    def _expose_one(self, parameter: ManagedParameter) -> None:
+    def may_change(self, parameter: ManagedParameter) -> None:
+        """The user has a tensor through which the exposed value may change, now or later, without a trace."""
+        parameter.unit.the_source().may_change(parameter.unit)
+        parameter.edited = True
+
+    def _expose_one(self, parameter: ManagedParameter, *, watched: bool) -> None:
         unit = parameter.unit
+        put_there = self._put_there(parameter) if not parameter.num_exposures else None
         if unit.flat is None:
             unit.flat = self.acquire(unit)
             unit.the_source().pin(unit)
@@ -181,30 +208,39 @@ class Exposure:
         parameter.num_exposures += 1
         if parameter.num_exposures == 1:
             with _ordinary_tensors():
-                self._check_cell(parameter)
-                parked.show(parameter, parameter.of(unit.flat))
-            parameter.exposed_version = parameter.parameter._version
+                parked.show(parameter, parameter.of(unit.flat), watched=watched)
+                parameter.exposed_version = parameter.parameter._version
+                if put_there is not None:
+                    parked.show(parameter, put_there, watched=watched)
+                    self._keep_edits(parameter)
 
-    def _check_cell(self, parameter: ManagedParameter) -> None:
-        cell = parameter.parked_data
-        if cell.device.type == "cpu" and cell.as_strided((1,), (1,)).item() == cell.as_strided((1,), (1,)).item():
+    def _put_there(self, parameter: ManagedParameter) -> torch.Tensor | None:
+        """What somebody has put in the place of the parked data by `set_`, which torch lets nobody override."""
+        cell = parameter.cell
+        if cell.device.type == "cpu" and not math.isnan(cell.item()):
             raise UsageError(
                 f"parameter {parameter.name!r} was written to while it was parked, past the safety net\n"
                 "  fix:   edit parameters inside zi.gathered([...])"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.parameter.data_ptr() == cell.data_ptr():
+                return None
+            parked.check_same_kind(parameter, parameter.parameter)
+            return parked.data_of(parameter)
 
     def _keep_edits(self, parameter: ManagedParameter) -> None:
         """The user may have changed the value in place, or put another tensor in (`p.data = t`)."""
         unit = parameter.unit
-        data = parameter.parameter.data
+        data = parked.data_of(parameter)
         if unit.flat is None:
             return
         if data.untyped_storage()._cdata != unit.flat.untyped_storage()._cdata:
             parameter.of(unit.flat).copy_(data)
+            parameter.parameter.data = parameter.of(unit.flat)
+            # What was saved for backward before may have been a view of the old tensor.
+            parameter.num_changes += 1
         elif parameter.parameter._version == parameter.exposed_version:
             return
-        # As plain PyTorch does: what was saved for backward before is out of date.
-        unit.num_updates += 1
         self.keep(parameter)
 
     def keep(self, parameter: ManagedParameter) -> None:
@@ -235,19 +271,29 @@ class Exposure:
 
     def handle_for(self, tensor: torch.Tensor) -> Handle | None:
         """A handle when `tensor` lies in a unit's memory."""
-        unit = self._unit_of(tensor)
-        # A view in another dtype, or a conjugated one, is kept as it is: it keeps the unit in memory.
-        if unit is not None and tensor.dtype == unit.compute_dtype and not tensor.is_neg():
-            return Handle(unit, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        if isinstance(tensor, parked.ParkedParameter):
-            # An autograd.Function gets parameters as they are, and may save them so.
-            parameter = tensor.__dict__[ATTRIBUTE]
-            return Handle(parameter.unit, parameter.shape, parameter.stride, parameter.offset)
-        return None
+        # The tensor is often the parameter itself: its shape and place are asked for past the net.
+        with torch._C.DisableTorchFunctionSubclass():
+            unit = self._unit_of(tensor)
+            if unit is not None:
+                offset = int(tensor.storage_offset())
+                kind = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+                if kind == (unit.compute_dtype, False, False):
+                    return Handle(unit.parameter_at(offset), tensor.size(), tensor.stride(), offset)
+                owner = unit.parameter_at(offset * tensor.itemsize // unit.compute_dtype.itemsize)
+                return Handle(owner, tensor.size(), tensor.stride(), offset, kind)
+            parameter = parked.managed(tensor) if isinstance(tensor, nn.Parameter) else None
+            if parameter is None:
+                return None
+            # An autograd.Function gets parameters as they are, and may save them so; or the user has put another tensor
+            # in the place of the exposed one.
+            if parameter.num_exposures:
+                with _ordinary_tensors():
+                    self._keep_edits(parameter)
+            return Handle(parameter, parameter.shape, parameter.stride, parameter.offset)
 
     def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit in whose memory `tensor` lies."""
-        if not self._storages or tensor.layout is not torch.strided:
+        if not self._storages or tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)
@@ -256,14 +302,14 @@ class Exposure:
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor that was saved as `handle`."""
-        if handle.num_updates != handle.unit.num_updates:
+        if handle.version != handle.parameter.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{handle.unit.name!r} was changed, or updated by optimizer.step(), after this forward"
+                f"{handle.parameter.name!r} was changed, or updated by optimizer.step(), after this forward"
             )
         with held():
-            flat = self.acquire(handle.unit)
-        return flat.as_strided(handle.size, handle.stride, handle.offset)
+            flat = self.acquire(handle.parameter.unit)
+        return handle.of(flat)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         handle = self.handle_for(tensor)

@@ -313,7 +313,8 @@ class Gradients:
         )
         store, block = self._residency.store, unit.the_block()
         unit.the_source().updated(unit)
-        unit.num_updates += 1
+        for parameter in gradients:
+            parameter.num_changes += 1
         self._residency.access(block)
         store.hold(block)
         with self._residency.pinned(block):

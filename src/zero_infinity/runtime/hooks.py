@@ -54,7 +54,7 @@ class BeforeForward(Hook):
     def __call__(self, module: nn.Module, _: Any) -> None:
         with held():
             self._stack.enter(module)
-            self._exposure.expose(self._parameters)
+            self._exposure.expose(self._parameters, watched=True)
             self._stack.entered(self._parameters, hooks_pushed=self._exposure.push_hooks())
 
 

@@ -7,7 +7,6 @@ files and the policy's executor; training adds records, gradients and a worker o
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -81,8 +80,18 @@ class ParameterHost:
     def drop_forgotten(self, kept: Collection[Unit]) -> None:
         """Give back units whose parameters nobody has any more: replaced while the model was built (tied weights)."""
         for unit in [u for u in self.units if u not in kept]:
-            # Two references: the one that the unit has, and the argument of getrefcount.
-            if all(sys.getrefcount(managed.parameter) <= 2 for managed in unit.parameters):
+            # Let go of them: those that die were held by the unit alone. A count of references does not tell with every
+            # version of torch and Python: what a graph holds need not be in it.
+            held = [(managed, weakref.ref(managed.parameter)) for managed in unit.parameters]
+            for managed in unit.parameters:
+                del managed.parameter
+            unit.parameters.clear()
+            for managed, reference in held:
+                parameter = reference()
+                if parameter is not None:
+                    managed.parameter = parameter
+                    unit.parameters.append(managed)
+            if not unit.parameters:
                 self.drop(unit)
 
     def move_in(self, unit: Unit) -> None:

@@ -1,18 +1,25 @@
 """A parameter whose bytes are elsewhere, and the safety net under it.
 
 A parked parameter is still the user's own `nn.Parameter` object, with true shape, dtype and device; only its class is
-swapped for `ParkedParameter`, and its data is one NaN cell expanded to the shape: it takes no memory, and whatever goes
-past the net shows as NaN, never as plausible numbers.
+swapped for a `ParkedParameter` (and, where the user has a subclass of `nn.Parameter`, for one that is both), and its
+data is one NaN cell expanded to the shape: it takes no memory, and whatever goes past the net shows as NaN, never as
+plausible numbers.
 
 Any torch function that gets a parked parameter comes through `__torch_function__`: metadata is answered as it is;
 for everything else the parameter is exposed (its bytes are fetched), the function runs, and it is parked again.
 So `F.linear(x, other.weight)`, tied weights, `nn.MultiheadAttention`'s inner projections, an L2 penalty in the loss and
 code outside of any forward just work.
+
+A parameter that is exposed for the forward of its module has no such net. It is a `WatchedParameter`: every function
+goes straight to torch, and only the ways by which a value can be changed without a trace (`.data`, `.detach()`,
+`.numpy()`) are told of.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +29,9 @@ from torch import nn
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime.dynamo import not_compiled
 from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter
+
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Exposer(Protocol):
@@ -34,6 +44,9 @@ class Exposer(Protocol):
 
     def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
         """A deep copy of `original` was made."""
+
+    def may_change(self, parameter: ManagedParameter) -> None:
+        """The user has a tensor through which the exposed value may change, now or later, without a trace."""
 
 
 def managed(parameter: torch.Tensor) -> ManagedParameter | None:
@@ -56,14 +69,27 @@ def adopt(parameter: ManagedParameter, exposer: Exposer) -> None:
 def park(parameter: ManagedParameter) -> None:
     """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
     with torch._C.DisableTorchFunctionSubclass():  # it may be parked already, by whom it moves away from
-        parameter.parameter.data = parameter.parked_data
-    parameter.parameter.__class__ = ParkedParameter
+        _SET_DATA(parameter.parameter, parameter.parked_data)
+    parameter.parameter.__class__ = _as(ParkedParameter, parameter.plain_class)
 
 
-def show(parameter: ManagedParameter, data: torch.Tensor) -> None:
-    """Point the parameter at real values and give it its own class again."""
-    parameter.parameter.__class__ = parameter.plain_class
-    parameter.parameter.data = data
+def show(parameter: ManagedParameter, data: torch.Tensor, *, watched: bool) -> None:
+    """Point the parameter at real values and give it its own class again, or one that tells of hidden changes."""
+    plain = parameter.plain_class
+    parameter.parameter.__class__ = _as(WatchedParameter, plain) if watched else plain
+    _SET_DATA(parameter.parameter, data)
+
+
+def data_of(parameter: ManagedParameter) -> torch.Tensor:
+    """What an exposed parameter points at, for ourselves."""
+    data: torch.Tensor = _GET_DATA(parameter.parameter)
+    return data
+
+
+@functools.cache
+def _as(state: type[nn.Parameter], plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a parameter in this state whose own class is `plain`: an instance is one of both."""
+    return state if plain is nn.Parameter else types.new_class(state.__name__ + plain.__name__, (state, plain))
 
 
 def _getters(*names: str) -> set[Any]:
@@ -100,7 +126,8 @@ _METADATA: frozenset[Any] = frozenset(
     | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
 )
 _ONLY_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# What `nn.Module._apply` asks before it puts a converted tensor, or another parameter, in the place of a parameter.
+_ABOUT_TO_CONVERT = torch._has_compatible_shallow_copy_type
 
 
 class ParkedParameter(nn.Parameter):
@@ -109,7 +136,7 @@ class ParkedParameter(nn.Parameter):
     @classmethod
     @not_compiled
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
         if func in _METADATA:
@@ -121,8 +148,13 @@ class ParkedParameter(nn.Parameter):
             # Ours takes the gradient away, so it has to come last.
             args[0].__dict__[ATTRIBUTE].hook_gradient_last()
             return handle
-        if func == _SET_DATA:  # a new wrapper at each look-up: equal, not identical
-            _check_same_kind(args[0], args[1])
+        if func == _SET_DATA or func is _ABOUT_TO_CONVERT:  # a new wrapper at each look-up: equal, not identical
+            check_same_kind(args[0].__dict__[ATTRIBUTE], args[1])
+        if func is torch.Tensor.share_memory_:
+            raise UsageError(
+                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is managed by zero_infinity and cannot move into "
+                "shared memory\n  fix:   share a copy that was made before zi.prepare"
+            )
         if func in _ONLY_GRADIENTS:
             # It asks for gradients and reads no value.
             edges = _with_edges((args, keywords))
@@ -148,6 +180,43 @@ class ParkedParameter(nn.Parameter):
             f"parameter {self.__dict__[ATTRIBUTE].name!r} is parked and cannot be pickled\n"
             "  fix:   pickle copy.deepcopy(model), or model.state_dict()"
         )
+
+
+class WatchedParameter(nn.Parameter):
+    """The class of a parameter while its module's forward runs. Instances are made by `show`, never directly."""
+
+    @property
+    @not_compiled
+    def data(self) -> torch.Tensor:
+        _may_change(self)
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _SET_DATA(self, value)
+
+    @not_compiled
+    def detach(self) -> torch.Tensor:
+        _may_change(self)
+        return super().detach()
+
+    @not_compiled
+    def numpy(self, *, force: bool = False) -> Any:
+        _may_change(self)
+        return super().numpy(force=force)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        watched = type(self)
+        self.__class__ = self.__dict__[ATTRIBUTE].plain_class
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = watched
+
+
+def _may_change(parameter: nn.Parameter) -> None:
+    known = parameter.__dict__[ATTRIBUTE]
+    exposer_of(known).may_change(known)
 
 
 def _call_exposed(parameters: list[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]) -> Any:
@@ -183,15 +252,15 @@ def _with_edges(value: Any) -> Any:
     return value
 
 
-def _check_same_kind(parameter: nn.Parameter, data: torch.Tensor) -> None:
+def check_same_kind(parameter: ManagedParameter, data: torch.Tensor) -> None:
     """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
+    cell = parameter.cell
     with torch._C.DisableTorchFunctionSubclass():
-        old = (parameter.dtype, parameter.device, parameter.shape)
+        old = (cell.dtype, cell.device, parameter.shape)
         new = (data.dtype, data.device, data.shape)
     if old != new:
-        name = parameter.__dict__[ATTRIBUTE].name
         raise UsageError(
-            f"parameter {name!r} is managed by zero_infinity as {old[0]} {tuple(old[2])} on {old[1]} and cannot become "
-            f"{new[0]} {tuple(new[2])} on {new[1]}\n"
+            f"parameter {parameter.name!r} is managed by zero_infinity as {old[0]} {tuple(old[2])} on {old[1]} and "
+            f"cannot become {new[0]} {tuple(new[2])} on {new[1]}\n"
             "  fix:   convert the model before zi.prepare, or set param_dtype / compute_dtype in zi.Config"
         )

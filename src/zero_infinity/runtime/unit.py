@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,10 +40,12 @@ class ManagedParameter:
     offset: int  # elements from the start of the unit
     shape: torch.Size
     stride: tuple[int, ...]
-    parked_data: torch.Tensor  # what the parameter shows while its bytes are elsewhere: NaN, with the true shape
+    cell: torch.Tensor  # one element: NaN
+    parked_data: torch.Tensor  # what the parameter shows while its bytes are elsewhere: the cell, with the true shape
     plain_class: type[nn.Parameter]
     num_exposures: int = 0
     exposed_version: int = 0
+    num_changes: int = 0  # by updates, and by tensors that the user put in its place
     group: int | None = None  # index of the optimizer's parameter group; None: not trained
     edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
     gradient_hook: Callable[[torch.Tensor], None] | None = None
@@ -55,6 +58,12 @@ class ManagedParameter:
     @property
     def end(self) -> int:
         return self.offset + self.num_elements
+
+    @property
+    def version(self) -> int:
+        """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version + self.num_changes
 
     def hook_gradient_last(self) -> None:
         """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
@@ -96,7 +105,6 @@ class Unit:
     # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
     handles: list[weakref.ref[object]] = field(default_factory=list)
     forget_handles_at: int = 64
-    num_updates: int = 0  # submitted so far, and changes by the user
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
@@ -115,6 +123,10 @@ class Unit:
         """Whether autograd holds saved tensors over it."""
         self.handles = [handle for handle in self.handles if handle() is not None]
         return bool(self.handles)
+
+    def parameter_at(self, offset: int) -> ManagedParameter:
+        """The parameter whose elements are around `offset`."""
+        return next(p for p in reversed(self.parameters) if p.offset <= offset)
 
     def rename(self, name: str) -> None:
         """Its module has got a name."""
@@ -166,6 +178,7 @@ def make_unit(
                 offset=unit.num_elements,
                 shape=parameter.shape,
                 stride=dense_stride(parameter.detach()),
+                cell=cell,
                 parked_data=cell.expand(parameter.shape),
                 plain_class=plain_class_of(parameter),
             )
@@ -181,7 +194,7 @@ def plain_class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 def manageable(parameter: nn.Parameter) -> bool:
-    """Floating point, dense and not empty; everything else stays where it is."""
+    """Real, floating point, dense and not empty; everything else stays where it is."""
     if nn.parameter.is_lazy(parameter):
         raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
     return parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel() > 0
@@ -198,3 +211,25 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tup
                 own.append((f"{module_name}.{name}" if module_name else name, parameter))
         if own:
             yield module, module_name, own
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise when a parameter that is to move has its memory in common with another parameter or a buffer.
+
+    They are one in plain PyTorch (`b.weight.data = a.weight.data`, a buffer of `weight.detach()`) and would be two.
+    """
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        moves = isinstance(tensor, nn.Parameter) and manageable(tensor)
+        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if ATTRIBUTE not in tensor.__dict__:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.itemsize, name, moves))
+    for (_, end, name, moves), (start, _, other, other_moves) in pairwise(sorted(spans)):
+        if start <= end and start and (moves or other_moves):
+            raise UsageError(
+                f"{name!r} and {other!r} lie in the same memory, which they cannot when parameters move\n"
+                "  fix:   tie parameters by assigning the parameter itself (b.weight = a.weight), or give one of them "
+                "memory of its own (.clone())"
+            )

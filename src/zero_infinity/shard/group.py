@@ -1,7 +1,7 @@
 """The ranks that train one model together: their wires, and what they tell each other about how they are.
 
-Beside the wires there is the store that torch's process groups keep: each rank leaves notes there, which the others read
-when it does not answer, and outcomes that all have to know before anyone goes on.
+Beside the wires there is the store that torch's process groups keep: each rank leaves notes there, which the others
+read when it does not answer, and outcomes that all have to know before anyone goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 

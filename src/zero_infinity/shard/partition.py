@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["spread", "owner"]
 
-# Parameters, parts and chunks start at multiples of this many elements: vectorised kernels on slices are bit-identical to
-# kernels on the whole when slices start at multiples of 8; 64 elements of any dtype are whole cache lines too.
+# Parameters, parts and chunks start at multiples of this many elements. Vectorised kernels on slices are bit-identical
+# to kernels on the whole when slices start at multiples of 8; 64 elements of any dtype are whole cache lines, too.
 GRAIN = 64
 
 

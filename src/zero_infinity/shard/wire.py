@@ -1,9 +1,9 @@
 """One process group, used by one thread: the only place that talks to other ranks.
 
 Facts about gloo that decide the shape of this (seen with torch 2.13):
-- Its `all_gather` and `reduce_scatter` copy everything once more, and the order in which `reduce_scatter` sums depends on
-  where an element lies in the buffer. Here parts go from rank to rank, straight into their final place, and are summed in
-  the order of ranks: the same bits for every stage, bucket size and budget.
+- Its `all_gather` and `reduce_scatter` copy everything once more, and the order in which `reduce_scatter` sums depends
+  on where an element lies in the buffer. Here parts go from rank to rank, straight into their final place, and are
+  summed in the order of ranks: the same bits for every stage, bucket size and budget.
 - A message that is longer than the buffer that waits for it ends the process. So ranks first tell each other what they
   are about to exchange; when that differs, everybody gets an error that says who wants what.
 - A group that two threads use mixes up their messages. So every thread that talks has a wire of its own.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,7 @@ class Wire:
         mine = torch.tensor([self._num_exchanges, topic.number, *say], dtype=torch.int64)
         theirs = {rank: torch.empty_like(mine) for rank in self.peers}
         self._exchange({r: [mine] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _AGREEMENT, topic.name)
-        said = [(theirs[rank] if rank in theirs else mine).tolist() for rank in range(self.num_ranks)]
+        said = [theirs.get(rank, mine).tolist() for rank in range(self.num_ranks)]
         if any(numbers[:2] != said[self.rank][:2] for numbers in said):
             raise self._divergence(topic, [numbers[1] for numbers in said])
         return [numbers[2:] for numbers in said]
@@ -117,8 +117,8 @@ class Wire:
 
     def _exchange(
         self,
-        sent: dict[int, Sequence[torch.Tensor]],
-        received: dict[int, Sequence[torch.Tensor]],
+        sent: Mapping[int, Sequence[torch.Tensor]],
+        received: Mapping[int, Sequence[torch.Tensor]],
         tag: int,
         name: str,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -100,6 +101,63 @@ class MaxNorm(nn.Linear):
         return super().forward(x)
 
 
+class Scaled(nn.Module):
+    """A layer whose own operation saves the parameter as it is, after its data was replaced."""
+
+    def __init__(self, features: int, _: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data / self.weight.data.norm()
+        return x * self.weight * self.weight
+
+
+class ByDetached(nn.Linear):
+    """A layer that writes through another tensor, without a trace on its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.detach().mul_(0.9)
+        return super().forward(x)
+
+
+class ByNumpy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.detach().numpy()[0] = 0.25
+        return super().forward(x)
+
+
+class ByFrozenNumpy(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.numpy()[...] *= 0.9
+        return super().forward(x)
+
+
+class BiasLater(nn.Linear):
+    """A layer that changes one parameter after the other has been saved for backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.weight)
+        with torch.no_grad():
+            self.bias.mul_(0.5)
+        return x + self.bias
+
+
+class Copied(nn.Linear):
+    """A layer that copies its weight while it is exposed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = copy.deepcopy(self.weight)
+        if type(kept) is not nn.Parameter:
+            raise TypeError(type(kept))
+        self.weight.data.clamp_(min=-0.05)
+        return super().forward(x) + F.linear(x, kept.detach())
+
+
 class Codebook(nn.Module):
     """Vector quantisation with its codes moved by hand, in training only."""
 
@@ -116,8 +174,13 @@ class Codebook(nn.Module):
         return x + (self.codes[nearest] - x).detach()
 
 
-@pytest.mark.parametrize("kind", [NonNegative, Normalised, MaxNorm])
-def test_a_layer_that_edits_its_weight(kind: type[nn.Linear], setting: Setting, tmp_path: Path) -> None:
+EDITORS: list[Callable[[int, int], nn.Module]] = [
+    *(NonNegative, Normalised, MaxNorm, Scaled, ByDetached, ByNumpy, ByFrozenNumpy, BiasLater, Copied),
+]
+
+
+@pytest.mark.parametrize("kind", EDITORS)
+def test_a_layer_that_edits_its_weight(kind: Callable[[int, int], nn.Module], setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:
         for number in range(4):
             run.step(mean_square(run.model, batch(number)))
@@ -127,6 +190,36 @@ def test_a_layer_that_edits_its_weight(kind: type[nn.Linear], setting: Setting, 
                 run.log(parameter)
 
     compare(lambda: nn.Sequential(*(kind(32, 32) for _ in range(4))), script, adamw, setting, tmp_path)
+
+
+def test_a_hook_that_edits_the_weight(setting: Setting, tmp_path: Path) -> None:
+    def clamp(layer: nn.Module, _: Any) -> None:
+        layer.weight.data.clamp_(-0.1, 0.1)
+
+    def make() -> nn.Module:
+        model = small()
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_pre_hook(clamp)
+        return model
+
+    compare(make, usual, adamw, setting, tmp_path)
+
+
+def test_a_change_after_a_use_is_an_error_as_in_plain_torch(setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for changed in (0, 3):
+            loss = mean_square(run.model, batch(0))
+            with torch.no_grad():
+                run.model[changed].weight.mul_(0.5)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                run.log("modified by an inplace operation" in str(error))
+            run.optimizer.zero_grad()
+            del loss
+
+    compare(small, script, adamw, setting, tmp_path)
 
 
 def test_codes_that_are_moved_by_hand(setting: Setting, tmp_path: Path) -> None:
@@ -219,6 +312,8 @@ def test_a_subclass_of_parameter(setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:
         usual(run)
         run.log(isinstance(run.model[0].weight, Tagged), run.model[0].weight.tag())
+        twin = copy.deepcopy(run.model)
+        run.log(type(twin[0].weight) is Tagged, type(twin[3].weight) is nn.Parameter, twin[0].weight)
 
     compare(make, script, adamw, setting, tmp_path)
 
@@ -242,6 +337,22 @@ def test_tied_after_prepare(setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:
         usual(run)
         run.model[6].weight = run.model[0].weight
+        usual(run)
+
+    compare(small, script, adamw, setting, tmp_path)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).t()
+
+
+def test_parametrized_after_prepare(setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        usual(run)
+        parametrize.register_parametrization(run.model[0], "weight", Symmetric())
+        usual(run)
+        parametrize.remove_parametrizations(run.model[0], "weight")
         usual(run)
 
     compare(small, script, adamw, setting, tmp_path)
@@ -311,6 +422,16 @@ def test_selective_checkpointing(setting: Setting, tmp_path: Path) -> None:
 
     make = lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.Softmax(-1))
     compare(make, training(batch, loss), adamw, setting, tmp_path)
+
+
+def test_vmap(setting: Setting, tmp_path: Path) -> None:
+    """Over the model, and over an operation with a parked weight."""
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = torch.func.vmap(lambda row: F.linear(row, model[3].weight).tanh())(x)
+        return torch.func.vmap(model)(x).square().mean()
+
+    compare(lambda: small().eval(), training(batch, loss), adamw, setting, tmp_path)
 
 
 def test_meta_learning(tmp_path: Path) -> None:
