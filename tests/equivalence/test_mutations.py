@@ -22,8 +22,8 @@ from torch import nn
 from zero_infinity.runtime import gradients as gradients_module
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.gradients import Gradients
+from zero_infinity.runtime.jobs import Update
 from zero_infinity.runtime.unit import Unit
-from zero_infinity.runtime.updater import Updater
 from zero_infinity.schedule.policy import Policy
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
@@ -152,14 +152,14 @@ def skips_a_chunk() -> AbstractContextManager[Any]:
     due = Counter(15)
 
     def make(update: Any) -> Any:
-        def faulty(self: Updater, job: Any, segment: Any, chunk: Any, values: Any, states: Any, gradient: Any) -> Any:
+        def faulty(self: Update, segment: Any, chunk: Any, values: Any, states: Any, gradient: Any) -> Any:
             if due.is_due():
                 values = values.clone()
-            return update(self, job, segment, chunk, values, states, gradient)
+            return update(self, segment, chunk, values, states, gradient)
 
         return faulty
 
-    return replaced(Updater, "_update_segment", make)
+    return replaced(Update, "_update_segment", make)
 
 
 def loses_edits() -> AbstractContextManager[Any]:

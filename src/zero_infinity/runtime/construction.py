@@ -90,8 +90,8 @@ class Construction:
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         unit = make_unit(name, members, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
         nvme, budget = bool(self._host.config.nvme), self._host.store.pool.budget
-        size = round_up(unit.num_bytes)
-        home = home_while_building(unit.num_bytes, self._resident_bytes, budget, nvme=nvme)
+        size = round_up(unit.stored_bytes)
+        home = home_while_building(unit.stored_bytes, self._resident_bytes, budget, nvme=nvme)
         if size + (self._resident_bytes if home is Home.RAM else 0) > budget:
             raise _too_large(members, size, self._resident_bytes, budget, nvme=nvme)
         if home is Home.RAM:

@@ -73,7 +73,7 @@ class TrainingEngine:
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
-        at_once = [(units[0].name, sum(round_up(unit.num_bytes) for unit in units)) for units in together]
+        at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
         # Units that are about to be replaced are still there while their successors move in.
         old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
         self.placement = place(self._sizes, config.memory_budget() - copies - old, at_once, nvme=bool(config.nvme))
@@ -172,7 +172,9 @@ class TrainingEngine:
 
     def _make_chunks(self) -> None:
         for unit, record in self.records.items():
-            for block in make_chunks(record, self.placement.chunk_bytes, unit.the_block().home, self.store):
+            for block in make_chunks(
+                record, self.placement.chunk_bytes, unit.the_block().home, self.store, whole_gradients=False
+            ):
                 self.residency.add(block)
 
     def _make_gradients(self) -> Gradients:
@@ -447,9 +449,9 @@ def _assign_groups(
 def _size(unit: Unit, record: Record | None) -> UnitSize:
     home = unit.block.home if unit.block is not None else None
     if record is None:
-        return UnitSize(unit.name, round_up(unit.num_bytes), 0, 0, home)
-    each = record.span * record.dtype.itemsize
-    return UnitSize(unit.name, round_up(unit.num_bytes), each * len(record.slots), each, home)
+        return UnitSize(unit.name, round_up(unit.stored_bytes), 0, 0, home)
+    each = record.num_elements(unit.owned) * record.dtype.itemsize
+    return UnitSize(unit.name, round_up(unit.stored_bytes), each * len(record.slots), each, home)
 
 
 def _needed_together(owners: Owners) -> list[list[Unit]]:

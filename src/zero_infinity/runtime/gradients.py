@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from zero_infinity.errors import TornStepError, UsageError
 from zero_infinity.runtime.cycle import Cycle
+from zero_infinity.runtime.jobs import Fresh, Update, Whole, part_of
 from zero_infinity.runtime.record import Chunk, Record, Segment
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.runtime.update_rule import UpdateRule, hyperparameters_of
-from zero_infinity.runtime.updater import Job, Updater
+from zero_infinity.runtime.updater import Updater
 
 _TORN = (
     '\n  fix:   reload a checkpoint or build the model again; update="after_backward" in zi.Config keeps every '
@@ -161,7 +162,7 @@ class Gradients:
         self._early_settings = self._early_settings or self._settings()
         self.cycle.updated.add(unit)
         self.cycle.updated_parameters.update(waiting, retained)
-        self._submit(unit, {**waiting, **dict.fromkeys(retained)}, ())
+        self._submit(unit, waiting, retained, ())
 
     def _make_room(self, num_bytes: int) -> None:
         """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
@@ -194,7 +195,7 @@ class Gradients:
             self._residency.wait(chunk.gradient)
             part = flat[segment.start : segment.stop]
             with self._residency.store.changing(chunk.gradient) as memory:
-                kept = _part(memory, segment, flat.dtype)
+                kept = part_of(memory, segment, flat.dtype)
                 if parameter in self._retained:
                     kept.add_(part)
                 else:
@@ -210,7 +211,7 @@ class Gradients:
             self._residency.access(chunk.gradient)
             self._residency.wait(chunk.gradient)
             with self._residency.store.changing(chunk.gradient) as memory:
-                flat[segment.start : segment.stop].add_(_part(memory, segment, flat.dtype))
+                flat[segment.start : segment.stop].add_(part_of(memory, segment, flat.dtype))
         self._retained.discard(parameter)
         return flat
 
@@ -228,7 +229,7 @@ class Gradients:
             self._residency.access(chunk.gradient)
             self._residency.wait(chunk.gradient)
             with self._residency.store.changing(chunk.gradient) as memory:
-                flat[segment.start : segment.stop] = _part(memory, segment, flat.dtype)
+                flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
         return flat.as_strided(parameter.shape, parameter.stride)
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
@@ -252,7 +253,7 @@ class Gradients:
 
     def _expire(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            for chunk in self._records[unit].chunks:
+            for chunk in self._records[unit].gradient_chunks:
                 self._residency.expire(chunk.gradient)
 
     # ------------------------------------------------------------------ the step
@@ -275,7 +276,7 @@ class Gradients:
                 self._retain(parameter, flat)
                 self._release(flat.nbytes)
             retained = [p for p in unit.parameters if p in self._retained]
-            self._submit(unit, dict.fromkeys(retained), factors)
+            self._submit(unit, {}, retained, factors)
         self._retained.clear()
         self.norms.clear()
         self._end_cycle()
@@ -297,29 +298,39 @@ class Gradients:
         return first + [unit for unit in self._records if unit in with_gradients and unit not in self.cycle.read_order]
 
     def _submit(
-        self, unit: Unit, gradients: dict[ManagedParameter, torch.Tensor | None], factors: tuple[torch.Tensor, ...]
+        self,
+        unit: Unit,
+        flats: dict[ManagedParameter, torch.Tensor],
+        retained: Sequence[ManagedParameter],
+        factors: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Update a unit with gradients that are here, and with retained ones."""
+        num_bytes = sum(flat.nbytes for flat in flats.values())
+        self._update(unit, Whole(flats), [*flats, *retained], retained, factors, lambda: self._release(num_bytes))
+
+    def _update(
+        self,
+        unit: Unit,
+        fresh: Fresh,
+        parameters: Iterable[ManagedParameter],
+        retained: Sequence[ManagedParameter],
+        factors: tuple[torch.Tensor, ...],
+        done: Callable[[], None],
     ) -> None:
         """Fetch what the update needs, in the order in which it will be used, and hand it to the worker."""
         record = self._records[unit]
         groups = self._optimizer.param_groups
-        num_bytes = sum(flat.nbytes for flat in gradients.values() if flat is not None)
-        job = Job(
-            record,
-            gradients,
-            {p: hyperparameters_of(groups[p.group]) for p in gradients if p.group is not None},
-            self._rule,
-            factors,
-            lambda: self._release(num_bytes),
-        )
+        settings = {p: hyperparameters_of(groups[p.group]) for p in parameters if p.group is not None}
+        job = Update(record, fresh, retained, settings, self._rule, factors, done)
         store, block = self._residency.store, unit.the_block()
         unit.the_source().updated(unit)
-        for parameter in gradients:
+        for parameter in settings:
             parameter.num_changes += 1
         self._residency.access(block)
         store.hold(block)
         with self._residency.pinned(block):
             for chunk in record.chunks:
-                if job.in_blocks:
+                if retained:
                     self._residency.access(chunk.gradient)
                     store.hold(chunk.gradient)
                 if chunk.record is not None:
@@ -348,11 +359,7 @@ class Gradients:
 def _places(records: Iterable[Record]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:
     places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
     for record in records:
-        for chunk in record.chunks:
+        for chunk in record.gradient_chunks:
             for segment in chunk.segments:
                 places.setdefault(segment.parameter, []).append((chunk, segment))
     return places
-
-
-def _part(memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-    return memory.view(dtype)[segment.offset : segment.offset + segment.stop - segment.start]

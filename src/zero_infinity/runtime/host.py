@@ -72,7 +72,7 @@ class ParameterHost:
 
     def add(self, unit: Unit, home: Home) -> None:
         """Give a unit its block, without content."""
-        unit.block = self.store.create(unit.name, unit.num_bytes, home)
+        unit.block = self.store.create(unit.name, unit.stored_bytes, home)
         self.residency.add(unit.block)
         unit.source = self.source
         self.units.append(unit)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import Optimizer
 
-from zero_infinity.runtime.unit import GRAIN, ManagedParameter, Unit
+from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.runtime.update_rule import Scalars, probe_state_names
+from zero_infinity.shard.partition import GRAIN, Span, round_up
 from zero_infinity.store.block import Block, Home
 from zero_infinity.store.blocks import BlockStore
 
@@ -39,7 +40,7 @@ class Chunk:
     stop: int
     segments: tuple[Segment, ...]
     slots: tuple[str, ...]  # what the record keeps per element, in order
-    record: Block | None  # None when the optimizer keeps nothing per element
+    record: Block | None  # None when the optimizer keeps nothing per element, or another rank does
     gradient: Block
 
     @property
@@ -61,7 +62,9 @@ class Record:
     dtype: torch.dtype  # of master and states
     has_master: bool
     state_names: dict[ManagedParameter, tuple[str, ...]]
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)  # of what this rank updates
+    # Of what it keeps gradients of. The same ones, but for a rank that keeps whole gradients and updates a part.
+    gradient_chunks: list[Chunk] = field(default_factory=list)
     scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
     # Those that have a state by now, with all its names in the optimizer's own order.
     started: dict[ManagedParameter, tuple[str, ...]] = field(default_factory=dict)
@@ -72,11 +75,10 @@ class Record:
         names = dict.fromkeys(name for names in self.state_names.values() for name in names)
         return ((MASTER,) if self.has_master else ()) + tuple(names)
 
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last one that is trained: what chunks cover at most."""
+    def num_elements(self, span: Span) -> int:
+        """Elements from the first to the last one in `span` that is trained: what chunks cover at most."""
         trained = list(self.state_names)
-        return trained[-1].offset - trained[0].offset + -(-trained[-1].num_elements // GRAIN) * GRAIN
+        return len(span.overlap(trained[0].offset, round_up(trained[-1].end)))
 
 
 class RecordMaker:
@@ -98,34 +100,45 @@ class RecordMaker:
         return self._names[group, dtype]
 
 
-def make_chunks(record: Record, chunk_bytes: int, home: Home, store: BlockStore) -> Iterator[Block]:
+def make_chunks(
+    record: Record, chunk_bytes: int, home: Home, store: BlockStore, *, whole_gradients: bool
+) -> Iterator[Block]:
     """Cut the record into chunks of about `chunk_bytes`; yields their blocks."""
     slots = record.slots
-    per_element = max(1, len(slots)) * record.dtype.itemsize
-    for number, (start, stop, segments) in enumerate(cut(list(record.state_names), chunk_bytes // per_element)):
-        name = f"{record.unit.name}[{number}]"
-        size = (stop - start) * record.dtype.itemsize
-        kept = store.create(f"{name} optimizer record", size * len(slots), home) if slots else None
-        gradient = store.create(f"{name} gradient", size, home)
-        record.chunks.append(Chunk(start, stop, segments, slots, kept, gradient))
-        yield from (block for block in (kept, gradient) if block is not None)
+    chunk_elements = chunk_bytes // (max(1, len(slots)) * record.dtype.itemsize)
+    owned = record.unit.owned
+    others = (Span(0, owned.start), Span(owned.stop, record.unit.num_elements)) if whole_gradients else ()
+    for span in (owned, *others):
+        for start, stop, segments in cut(list(record.state_names), chunk_elements, span):
+            name = f"{record.unit.name}[{len(record.gradient_chunks)}]"
+            size = (stop - start) * record.dtype.itemsize
+            is_kept = bool(slots) and span is owned
+            kept = store.create(f"{name} optimizer record", size * len(slots), home) if is_kept else None
+            chunk = Chunk(start, stop, segments, slots, kept, store.create(f"{name} gradient", size, home))
+            record.gradient_chunks.append(chunk)
+            if span is owned:
+                record.chunks.append(chunk)
+            yield from (block for block in (kept, chunk.gradient) if block is not None)
 
 
-def cut(trained: list[ManagedParameter], chunk_elements: int) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
-    """Cut the trained parameters of a unit into ranges that start at multiples of GRAIN; frozen ones get none."""
+def cut(
+    trained: list[ManagedParameter], chunk_elements: int, span: Span
+) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
+    """Cut what `span` has of the trained parameters into ranges that start at multiples of GRAIN; frozen get none."""
     chunk_elements = max(GRAIN, chunk_elements // GRAIN * GRAIN)
     start = 0
     segments: list[Segment] = []
     for parameter in trained:
-        done = 0
-        while done < parameter.num_elements:
+        mine = span.overlap(parameter.offset, parameter.end)
+        done = mine.start - parameter.offset
+        while parameter.offset + done < mine.stop:
             begin = parameter.offset + done
             if segments and begin - start >= chunk_elements:
                 yield start, _end(start, segments), tuple(segments)
                 segments = []
             if not segments:
                 start = begin
-            take = min(start + chunk_elements - begin, parameter.num_elements - done)
+            take = min(start + chunk_elements, mine.stop) - begin
             segments.append(Segment(parameter, done, done + take, begin - start))
             done += take
     if segments:
@@ -134,4 +147,4 @@ def cut(trained: list[ManagedParameter], chunk_elements: int) -> Iterator[tuple[
 
 def _end(start: int, segments: list[Segment]) -> int:
     last = segments[-1]
-    return start + -(-(last.offset + last.stop - last.start) // GRAIN) * GRAIN
+    return start + round_up(last.offset + last.stop - last.start)

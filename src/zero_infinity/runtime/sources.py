@@ -67,7 +67,7 @@ class HostSource:
         block = unit.the_block()
         self._residency.access(block)
         self._residency.wait(block)
-        return self._residency.store.lease(block)[: unit.num_bytes].view(unit.dtype)
+        return self._residency.store.lease(block)[: unit.stored_bytes].view(unit.dtype)
 
     def current(self, unit: Unit) -> bool:
         return self._residency.store.ready(unit.the_block())
@@ -213,7 +213,7 @@ class ComputeCache:
         self._residency.access(block)
         self._residency.wait(block)
         with self._residency.store.changing(block) as memory:
-            memory[: unit.num_bytes].view(unit.dtype).copy_(self.copier.place.download(flat))
+            memory[: unit.stored_bytes].view(unit.dtype).copy_(self.copier.place.download(flat))
         self._residency.store.mark_dirty(block)
 
 
@@ -264,7 +264,7 @@ class Copier:
             copy.memory = self.place.allocate(_copy_bytes(unit))
         with self._store.reading(unit.the_block()) as memory, torch.no_grad():
             if copy.memory is not None:
-                copy.make_safe = self.place.upload(memory[: unit.num_bytes].view(unit.dtype), copy.flat())
+                copy.make_safe = self.place.upload(memory[: unit.stored_bytes].view(unit.dtype), copy.flat())
 
 
 def _key(unit: Unit) -> int:

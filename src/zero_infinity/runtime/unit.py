@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_infinity.errors import UsageError
+from zero_infinity.shard.partition import GRAIN, NOTHING, ONE_RANK, Sharding, Span, round_up
 from zero_infinity.store.block import Block
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 # Where a parameter keeps its ManagedParameter.
 ATTRIBUTE = "_zero_infinity"
-# Parameters and chunks start at multiples of this many elements.
-GRAIN = 64
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -92,13 +91,17 @@ class ManagedParameter:
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """Parameters that are fetched together. `block` holds their elements in `dtype`, one after the other."""
+    """Parameters that are fetched together, one after the other. `block` holds what is stored of them, in `dtype`."""
 
     name: str
     dtype: torch.dtype  # as stored
     compute_dtype: torch.dtype  # as the module sees it
+    number: int  # the same on every rank
     parameters: list[ManagedParameter] = field(default_factory=list)
     num_elements: int = 0
+    spans: tuple[Span, ...] = ()  # each rank's part
+    stored: Span = NOTHING  # what is in `block`
+    owned: Span = NOTHING  # what is updated here
     block: Block | None = None
     source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
@@ -109,8 +112,13 @@ class Unit:
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
     @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
+    def stored_bytes(self) -> int:
+        """What its block takes, also on a rank that stores nothing of it."""
+        return max(GRAIN, len(self.stored)) * self.dtype.itemsize
+
+    @property
+    def is_stored_whole(self) -> bool:
+        return len(self.stored) == self.num_elements
 
     def saved(self, handle: object) -> None:
         """Autograd has saved a tensor over it, and holds `handle` in its place."""
@@ -164,9 +172,11 @@ def make_unit(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
+    number: int = 0,
+    sharding: Sharding = ONE_RANK,
 ) -> Unit:
     """A unit over these parameters, in order, stored in `dtype` and seen by modules in `compute_dtype` on `device`."""
-    unit = Unit(name, dtype, compute_dtype)
+    unit = Unit(name, dtype, compute_dtype, number)
     for full_name, parameter in parameters:
         # A cell of its own for each, so that whoever writes into a parked parameter by a side door is found out.
         cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
@@ -183,7 +193,10 @@ def make_unit(
                 plain_class=plain_class_of(parameter),
             )
         )
-        unit.num_elements += -(-parameter.numel() // GRAIN) * GRAIN
+        unit.num_elements += round_up(parameter.numel())
+    layout = sharding.layout(unit.num_elements, number)
+    unit.num_elements, unit.spans = layout.num_elements, layout.spans
+    unit.stored, unit.owned = layout.stored, layout.owned
     return unit
 
 

@@ -33,6 +33,9 @@ class Span:
         return Span(first, max(first, min(self.stop, stop)))
 
 
+NOTHING = Span(0, 0)
+
+
 def round_up(num_elements: int, multiple: int = GRAIN) -> int:
     return -(-num_elements // multiple) * multiple
 
@@ -58,3 +61,32 @@ class Partition:
             Span(0, num_elements) if rank == owner else Span(num_elements, num_elements)
             for rank in range(self.num_ranks)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one unit is divided."""
+
+    num_elements: int  # filled up, so that it can be cut
+    spans: tuple[Span, ...]  # each rank's part
+    stored: Span  # what this rank keeps of the parameters
+    owned: Span  # what this rank updates
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What one rank keeps: ZeRO's stages."""
+
+    rank: int = 0
+    partition: Partition = Partition(1)
+    stage: int = 0
+
+    def layout(self, num_elements: int, number: int) -> Layout:
+        """The layout of the `number`th unit."""
+        padded = self.partition.padded(num_elements)
+        spans = self.partition.spans(padded, number)
+        whole, mine = Span(0, padded), spans[self.rank]
+        return Layout(padded, spans, mine if self.stage == 3 else whole, mine if self.stage >= 1 else whole)
+
+
+ONE_RANK = Sharding()

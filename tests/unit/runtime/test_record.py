@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_infinity.runtime.record import cut
-from zero_infinity.runtime.unit import GRAIN, Unit, dense_stride, find_parameters, make_unit
+from zero_infinity.runtime.unit import Unit, dense_stride, find_parameters, make_unit
+from zero_infinity.shard.partition import GRAIN, Partition, Sharding
 
 CPU = torch.device("cpu")
 shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -58,9 +59,11 @@ def test_what_is_put_in_comes_out(found: list[tuple[int, ...]], data: st.DataObj
 def test_chunks_cover_each_trained_element_once(lengths: list[int], chunk: int, data: st.DataObject) -> None:
     unit = unit_of(*(torch.zeros(length) for length in lengths))
     trained = [p for p in unit.parameters if data.draw(st.booleans())]
+    num_ranks = data.draw(st.integers(1, 5))
+    layout = Sharding(data.draw(st.integers(0, num_ranks - 1)), Partition(num_ranks), 3).layout(unit.num_elements, 0)
     covered: dict[int, int] = {}
     last = 0
-    for start, stop, segments in cut(trained, chunk):
+    for start, stop, segments in cut(trained, chunk, layout.owned):
         assert start % GRAIN == stop % GRAIN == 0
         assert last <= start < stop
         assert stop - start <= max(GRAIN, chunk // GRAIN * GRAIN)
@@ -72,7 +75,8 @@ def test_chunks_cover_each_trained_element_once(lengths: list[int], chunk: int, 
             for element in range(segment.start, segment.stop):
                 place = segment.parameter.offset + element
                 covered[place] = covered.get(place, 0) + 1
-    expected = {p.offset + element for p in trained for element in range(p.num_elements)}
+    mine = range(layout.owned.start, layout.owned.stop)
+    expected = {p.offset + element for p in trained for element in range(p.num_elements) if p.offset + element in mine}
     assert covered.keys() == expected
     assert set(covered.values()) <= {1}
 
