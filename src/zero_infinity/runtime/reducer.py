@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from zero_infinity.errors import EngineClosedError, again
+from zero_infinity.runtime.record import Segment
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.shard.partition import Span
 from zero_infinity.shard.wire import Topic, Wire
-
-# Of one bucket: rows that leave, or rows that come in.
-BUCKET_BYTES = 4 << 20
 
 Whole = dict[ManagedParameter, torch.Tensor]  # gradients of a unit, flat, as this rank has them
 
@@ -51,9 +49,12 @@ class Reduced:
             raise RuntimeError("a sum over ranks is ready and has no elements")
         return self.elements
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of the unit."""
-        return self.wait()[start - self.span.start : stop - self.span.start]
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        """The elements of `segment`; None when no rank has a gradient of its parameter."""
+        if segment.parameter not in self.parameters:
+            return None
+        first = segment.parameter.offset - self.span.start
+        return self.wait()[first + segment.start : first + segment.stop]
 
     def done(self, elements: torch.Tensor | None, error: BaseException | None = None) -> None:
         self.elements = elements
@@ -78,21 +79,16 @@ class _Task:
 class Reducer:
     """Sums gradients over ranks, on a thread of its own."""
 
-    def __init__(self, wire: Wire, *, wire_dtype: torch.dtype | None, everywhere: bool) -> None:
+    def __init__(self, wire: Wire, bucket_bytes: int, *, wire_dtype: torch.dtype | None, everywhere: bool) -> None:
         self._wire = wire
+        self._bucket_bytes = bucket_bytes  # for all rows that leave, and as much for those that come in
         self._dtype = wire_dtype  # None: the gradients' own
         self._everywhere = everywhere  # every rank gets the whole sum (stage 0)
-        self._num_topics = 0
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._buckets: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
         self._thread = threading.Thread(target=self._work, name="zero-infinity-reduce", daemon=True)
         self._thread.start()
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Memory of the buckets."""
-        return 2 * BUCKET_BYTES
 
     def submit(
         self, topic: Topic, units: list[tuple[Unit, Whole, Sequence[ManagedParameter]]], released: Callable[[], None]
@@ -153,7 +149,7 @@ class Reducer:
         for pieces in _fill(members, sent.shape[1]):
             rows = [_row(pieces, to, sent[to]) for to in range(self._wire.num_ranks)]
             length = len(rows[rank])
-            total = received.new_empty(length, dtype=dtype)
+            total = torch.empty(length, dtype=dtype)
             self._wire.reduce(topic, rows, received, total)
             done = 0
             for unit, _, into, begin, size in pieces:
@@ -164,7 +160,7 @@ class Reducer:
 
     def _bucket(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         if dtype not in self._buckets:
-            length = BUCKET_BYTES // dtype.itemsize // self._wire.num_ranks
+            length = self._bucket_bytes // dtype.itemsize // self._wire.num_ranks
             self._buckets.clear()  # one pair at a time is all that is counted
             self._buckets[dtype] = (
                 torch.empty(self._wire.num_ranks, length, dtype=dtype),

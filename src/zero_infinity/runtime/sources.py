@@ -1,9 +1,12 @@
 """Where a module gets a unit's elements from.
 
 `HostSource`: straight from the host's block, no copy; when the model runs on the CPU in the dtype that is stored.
-`ComputeCache`: from a copy at the place of computation (an accelerator, or the CPU in another dtype). The copies are a
-tier of their own above the host's, with their own budget and the same policy; what it fetches is an access to the tier
-below, so each hop runs ahead of the next.
+`ComputeCache`: from a copy at the place of computation (an accelerator, the CPU in another dtype, or the CPU of a rank
+that stores a part of each unit). The copies are a tier of their own above the host's, with their own budget and the
+same policy; what it fetches is an access to the tier below, so each hop runs ahead of the next.
+
+Where ranks store parts, a copy is gathered from all of them, so all have to make the same copies in the same order.
+Therefore nothing but the order of accesses decides there, not whether a tensor has died yet or whether a copy is done.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from zero_infinity.runtime.accelerator import Memory, Place
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.schedule.policy import NoRoomError, Policy
+from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes
@@ -117,9 +121,13 @@ class _Copy:
 class ComputeCache:
     """Copies of units at a place, under a byte budget."""
 
-    def __init__(self, residency: Residency, place: Place, budget: int, lookahead: int) -> None:
-        self.copier = Copier(residency.store, place)
+    def __init__(
+        self, residency: Residency, place: Place, budget: int, lookahead: int, wire: Wire | None = None
+    ) -> None:
+        self.copier = Copier(residency.store, place, wire)
         self._residency = residency
+        self._is_shared = wire is not None
+        self._last_key: int | None = None  # of the last access
         self._policy = Policy(budget, lookahead, self._in_use)
         self._units: dict[int, Unit] = {}
         self._copies: dict[int, _Copy] = {}
@@ -128,20 +136,14 @@ class ComputeCache:
 
     def add(self, unit: Unit) -> None:
         self._units[_key(unit)] = unit
-        self._policy.add(_key(unit), round_up(_copy_bytes(unit)))
+        self._policy.add(_key(unit), copy_size(unit))
 
     # ------------------------------------------------------------------ the computing thread
 
     def acquire(self, unit: Unit) -> torch.Tensor:
         with self._lock:
-            try:
-                decision = self._policy.access(_key(unit))
-            except NoRoomError as error:
-                raise _no_room(unit, error) from None
-            for key in decision.evict:
-                self._drop(key)
-            for key in decision.fetch:
-                self._fetch(self._units[key])
+            if not self._is_last(unit):
+                self._access(unit)
             copy = self._copies[_key(unit)]
         if not copy.ready.is_set():
             start = time.perf_counter()
@@ -154,9 +156,24 @@ class ComputeCache:
             copy.make_safe()
         return copy.flat()
 
+    def _access(self, unit: Unit) -> None:
+        try:
+            decision = self._policy.access(_key(unit))
+        except NoRoomError as error:
+            raise _no_room(unit, error) from None
+        self._last_key = _key(unit)
+        for key in decision.evict:
+            self._drop(key)
+        for key in decision.fetch:
+            self._fetch(self._units[key])
+
+    def _is_last(self, unit: Unit) -> bool:
+        """Whether it is used again, and by nobody else meanwhile: how often may differ between ranks."""
+        return self._is_shared and self._last_key == _key(unit) and _key(unit) in self._copies
+
     def current(self, unit: Unit) -> bool:
         copy = self._copies.get(_key(unit))
-        return copy is not None and copy.ready.is_set()
+        return copy is not None and copy.ready.is_set() and (not self._is_shared or self._is_last(unit))
 
     def pin(self, unit: Unit) -> None:
         self._pins[_key(unit)] += 1
@@ -188,8 +205,8 @@ class ComputeCache:
             self._policy.end_cycle(same_order=same_order)
 
     def _in_use(self, key: int) -> bool:
-        if self._pins[key]:
-            return True
+        if self._pins[key] or self._is_shared:
+            return self._pins[key] > 0
         memory = self._copies[key].memory
         return memory is not None and memory.leases > 0
 
@@ -213,15 +230,17 @@ class ComputeCache:
         self._residency.access(block)
         self._residency.wait(block)
         with self._residency.store.changing(block) as memory:
-            memory[: unit.stored_bytes].view(unit.dtype).copy_(self.copier.place.download(flat))
+            mine = flat[unit.stored.start : unit.stored.stop]
+            memory.view(unit.dtype)[: len(mine)].copy_(self.copier.place.download(mine))
         self._residency.store.mark_dirty(block)
 
 
 class Copier:
     """Makes copies, in order, on a thread of its own. It refers to a unit only while a copy of it is being made."""
 
-    def __init__(self, store: BlockStore, place: Place) -> None:
+    def __init__(self, store: BlockStore, place: Place, wire: Wire | None = None) -> None:
         self.place = place
+        self._wire = wire
         self._store = store
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
@@ -260,11 +279,25 @@ class Copier:
 
     def _make(self, copy: _Copy) -> None:
         unit = copy.unit
-        if not copy.dropped:
+        if not copy.dropped or self._wire is not None:
             copy.memory = self.place.allocate(_copy_bytes(unit))
         with self._store.reading(unit.the_block()) as memory, torch.no_grad():
-            if copy.memory is not None:
-                copy.make_safe = self.place.upload(memory[: unit.stored_bytes].view(unit.dtype), copy.flat())
+            if self._wire is not None:
+                self._gather(self._wire, copy, memory.view(unit.dtype))
+            elif copy.memory is not None:
+                copy.make_safe = self.place.upload(memory.view(unit.dtype), copy.flat())
+
+    def _gather(self, wire: Wire, copy: _Copy, stored: torch.Tensor) -> None:
+        unit, flat = copy.unit, copy.flat()
+        whole = flat
+        if unit.dtype != unit.compute_dtype:
+            whole = torch.empty(unit.num_elements, dtype=unit.dtype, device=flat.device)
+        self.place.upload(stored[: len(unit.stored)], whole[unit.stored.start : unit.stored.stop])()
+        topic = Topic("parameter gather", unit.number, unit.name)
+        wire.agree(topic)
+        wire.gather(topic, [(whole, unit.spans)])
+        if whole is not flat:
+            flat.copy_(whole)
 
 
 def _key(unit: Unit) -> int:
@@ -275,10 +308,16 @@ def _copy_bytes(unit: Unit) -> int:
     return unit.num_elements * unit.compute_dtype.itemsize
 
 
+def copy_size(unit: Unit) -> int:
+    """What a copy takes, with what is needed while it is made."""
+    staged = not unit.is_stored_whole and unit.dtype != unit.compute_dtype
+    return round_up(_copy_bytes(unit)) + (round_up(unit.num_elements * unit.dtype.itemsize) if staged else 0)
+
+
 def check_room(together: Iterable[Sequence[Unit]], budget: int) -> None:
     """Raise when units that are needed at once do not fit where they are computed."""
     for units in together:
-        needed = sum(round_up(_copy_bytes(unit)) for unit in units)
+        needed = sum(copy_size(unit) for unit in units)
         if needed <= budget:
             continue
         raise CapacityError(

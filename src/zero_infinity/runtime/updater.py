@@ -2,8 +2,8 @@
 
 A job works on one unit: for each chunk it waits for the chunk's blocks, changes them in place, and lets them go home.
 Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched) by the thread
-that submitted it, in the order in which the job uses them; here they are only waited for, changed and let go. The worker
-never touches an `nn.Parameter`.
+that submitted it, in the order in which the job uses them; here they are only waited for, changed and let go. The
+worker never touches an `nn.Parameter`.
 """
 
 from __future__ import annotations

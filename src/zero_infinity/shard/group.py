@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from zero_infinity.errors import LostRankError, RankError, UsageError
 from zero_infinity.shard.wire import Traffic, Wire
 
+_CPU = torch.device("cpu")
 # Every engine of this process has names of its own in the store. Engines are made in the same order on every rank.
 _numbers = itertools.count()
 
@@ -57,17 +58,24 @@ class RankGroup:
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self._groups: list[ProcessGroup] = []
 
-    def wire(self, purpose: str) -> Wire:
-        """A wire for one thread. Every rank makes the same ones in the same order."""
-        control = dist.new_group(
+    def wire(self, purpose: str, device: torch.device = _CPU) -> Wire:
+        """A wire for one thread, and tensors on `device`. Every rank makes the same ones in the same order."""
+        control = self._new_group("gloo", f"{purpose}, control")
+        data = None if device.type == "cpu" else self._new_group(dist.get_default_backend_for_device(device), purpose)
+        return Wire(control, self.traffic, self.describe, lambda number: self.names.get(number, f"#{number}"), data)
+
+    def _new_group(self, backend: str, purpose: str) -> ProcessGroup:
+        group = dist.new_group(
             self._members,
             timeout=self._timeout,
-            backend="gloo",
+            backend=backend,
             use_local_synchronization=True,
             group_desc=f"zero-infinity {purpose}",
         )
-        self._groups.append(control)
-        return Wire(control, self.traffic, self.describe, lambda number: self.names.get(number, f"#{number}"))
+        if not isinstance(group, ProcessGroup):
+            raise UsageError(f"this process is not one of the ranks {self._members}")
+        self._groups.append(group)
+        return group
 
     def close(self) -> None:
         """Give the connections back."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from zero_infinity.errors import DivergenceError, LostRankError
@@ -63,8 +64,10 @@ class Wire:
         traffic: Traffic,
         describe: Callable[[int], str],
         topics: Callable[[int], str],
+        data: ProcessGroup | None = None,
     ) -> None:
         self._control = control
+        self._data = data  # of an accelerator; None: everything goes by the control group
         self._traffic = traffic
         self._describe = describe  # what is known of a rank that is lost
         self._topics = topics  # the name of what another rank wants
@@ -123,6 +126,9 @@ class Wire:
         name: str,
     ) -> None:
         works: list[tuple[int, Work]] = []
+        if self._data is not None and tag == _DATA:
+            self._exchange_on_accelerator(self._data, sent, received)
+            return
         try:
             for rank, tensors in received.items():
                 works += [(rank, self._control.recv([t], rank, tag)) for t in tensors if t.numel()]
@@ -135,6 +141,20 @@ class Wire:
                 work.wait()
             except RuntimeError as error:
                 raise self._lost(rank, name, error) from error
+
+    def _exchange_on_accelerator(
+        self,
+        group: ProcessGroup,
+        sent: Mapping[int, Sequence[torch.Tensor]],
+        received: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        tensors = next(tensors for tensors in (*sent.values(), *received.values()))
+        nothing = tensors[0].new_empty(0)
+        for number in range(len(tensors)):
+            outputs = [received[rank][number] if rank in received else nothing for rank in range(self.num_ranks)]
+            inputs = [sent[rank][number] if rank in sent else nothing for rank in range(self.num_ranks)]
+            dist.all_to_all(outputs, inputs, group=group)
+        torch.accelerator.current_stream().synchronize()
 
     def _lost(self, rank: int | None, name: str, error: RuntimeError) -> LostRankError:
         who = f"rank {rank}" if rank is not None else "another rank"
