@@ -8,6 +8,9 @@
     │   ├── TransferError      a read or a write failed, with path, offset and length
     │   └── CorruptionError    a block came back with other bytes than were written
     ├── EngineClosedError      the I/O engine was closed, or failed earlier
+    ├── RankError              ranks cannot go on together (also a RuntimeError)
+    │   ├── DivergenceError    ranks want different things: who wants what
+    │   └── LostRankError      a rank is gone, or did not answer in time
     ├── UsageError             a call that the engine cannot honour, with what to do instead (also a RuntimeError)
     └── TornStepError          a step was interrupted half-way; some parameters are updated and some are not
 
@@ -53,6 +56,18 @@ class CorruptionError(StorageError):
 
 class EngineClosedError(ZeroInfinityError, RuntimeError):
     """The I/O engine was closed, or failed earlier."""
+
+
+class RankError(ZeroInfinityError, RuntimeError):
+    """Ranks cannot go on together."""
+
+
+class DivergenceError(RankError):
+    """Ranks want different things."""
+
+
+class LostRankError(RankError):
+    """A rank is gone, or did not answer in time."""
 
 
 class UsageError(ZeroInfinityError, RuntimeError):

@@ -173,7 +173,7 @@ def updates_under_saved_values() -> AbstractContextManager[Any]:
     @contextmanager
     def mutated() -> Iterator[None]:
         with (
-            mock.patch.object(Unit, "num_handles", property(lambda _: 0, lambda *_: None)),
+            mock.patch.object(Unit, "is_saved", property(lambda _: False)),
             mock.patch("zero_infinity.runtime.sources.HostSource.aliased", lambda *_: False),
         ):
             yield

@@ -451,7 +451,7 @@ def test_evaluation_without_no_grad_leaves_nothing(tmp_path: Path) -> None:
     model, _ = zi.prepare(model, adamw(model), zi.Config(memory="1MiB", nvme=tmp_path))
     for number in range(3):
         model(batch(number)).softmax(-1)
-    assert all(unit.num_handles == 0 for unit in zi.api.engine_of(model).units)
+    assert not any(unit.is_saved for unit in zi.api.engine_of(model).units)
 
 
 def test_the_fused_encoder_in_evaluation_is_close(tmp_path: Path) -> None:

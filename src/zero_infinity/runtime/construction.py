@@ -19,7 +19,7 @@ from zero_infinity.runtime.placement import home_while_building
 from zero_infinity.runtime.unit import ManagedParameter, make_unit, manageable
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
-from zero_infinity.store.memory import trim_heap
+from zero_infinity.store.heap import trim_heap
 from zero_infinity.units import format_bytes, suggest_bytes
 
 # Constructions that are under way, the innermost last: only that one takes parameters.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
+from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace, Place
 from zero_infinity.runtime.gradients import Gradients
@@ -231,6 +232,10 @@ class TrainingEngine:
 
     def step(self) -> None:
         """Update with what is left of the gradients."""
+        with held():
+            self._step()
+
+    def _step(self) -> None:
         self._take_hand_made_gradients()
         self._take_zeros()
         factors: tuple[torch.Tensor, ...] = ()
@@ -287,12 +292,12 @@ class TrainingEngine:
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
-        self.gradients.discard()
-        if set_to_none:
-            self.gradients.seen.clear()
-        self._zeros = set_to_none is False
-        self._unmanaged.zero_grad(set_to_none=set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():
+        with held(), torch._C.DisableTorchFunctionSubclass():
+            self.gradients.discard()
+            if set_to_none:
+                self.gradients.seen.clear()
+            self._zeros = set_to_none is False
+            self._unmanaged.zero_grad(set_to_none=set_to_none)
             for parameter, managed in self._managed.items():
                 if managed.group is not None:
                     parameter.grad = None
@@ -409,7 +414,8 @@ class GradientHook(hooks.Hook):
     def __call__(self, _: torch.Tensor) -> None:
         gradients, managed = self._gradients(), self._managed()
         if gradients is not None and managed is not None:
-            gradients.on_gradient(managed)
+            with held():
+                gradients.on_gradient(managed)
 
     def has_gradient(self) -> bool:
         gradients, managed = self._gradients(), self._managed()

@@ -26,8 +26,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
+from zero_infinity.interrupts import held, through
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.unit import ManagedParameter, Unit
+
+# Dead storages that may be remembered beyond as many as are alive.
+_DEAD_STORAGES = 64
 
 
 class Handle:
@@ -49,10 +53,7 @@ class Handle:
         self.offset = offset
         self.kind = kind  # of a view that is not simply a part: its dtype, whether it is conjugated, and negated
         self.version = parameter.version
-        parameter.unit.num_handles += 1
-
-    def __del__(self) -> None:
-        self.parameter.unit.num_handles -= 1
+        parameter.unit.saved(self)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The saved tensor in its unit's elements."""
@@ -83,7 +84,9 @@ class Exposure:
         self.on_edit: Callable[[ManagedParameter, torch.Tensor], None] = _ignore
         # Set while a model is being built: told of every copy.
         self.on_copy: Callable[[ManagedParameter, nn.Parameter], None] = _ignore
+        # By address. Some have died: a finalizer would be one more place for an interrupt to strike.
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
+        self._forget_dead_at = _DEAD_STORAGES
         self._num_exposed = 0
         self._thread = 0
         self.num_copying = 0  # state_dicts being made
@@ -104,17 +107,16 @@ class Exposure:
         return flat
 
     def _remember(self, storage: torch.UntypedStorage, unit: Unit) -> None:
-        address, storages = storage._cdata, self._storages
-
-        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            # The address may have been used again already, for another unit's storage.
-            if address in storages and storages[address][0] is reference:
-                storages.pop(address, None)
-
-        storages[address] = (weakref.ref(storage, forget), unit)
+        if len(self._storages) >= self._forget_dead_at:
+            self._storages = {a: known for a, known in self._storages.items() if known[0]() is not None}
+            self._forget_dead_at = 2 * len(self._storages) + _DEAD_STORAGES
+        self._storages[storage._cdata] = (weakref.ref(storage), unit)
 
     def expose(self, parameters: Sequence[ManagedParameter], *, watched: bool = False) -> None:
-        """Show these parameters their values; `watched`: to code that may change them without a trace."""
+        """Show these parameters their values: all, or (an error, an interrupt) none.
+
+        `watched`: to code that may change them without a trace.
+        """
         thread = threading.get_ident()
         if self._num_exposed and self._thread != thread:
             raise UsageError(
@@ -148,18 +150,20 @@ class Exposure:
         self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]
     ) -> Any:
         """The safety net: one torch function with these parameters exposed."""
-        self.expose(parameters)
-        pushed = self.push_hooks()
-        try:
-            result = call()
-            if self.num_copying and func is torch.Tensor.detach:
-                return result.clone()
-            self._expect_changes(parameters, result)
-            return result
-        finally:
-            if pushed:
-                _autograd._pop_saved_tensors_default_hooks()
-            self.park(parameters)
+        with held():
+            self.expose(parameters)
+            pushed = self.push_hooks()
+            try:
+                with through():
+                    result = call()
+                if self.num_copying and func is torch.Tensor.detach:
+                    return result.clone()
+                self._expect_changes(parameters, result)
+                return result
+            finally:
+                if pushed:
+                    _autograd._pop_saved_tensors_default_hooks()
+                self.park(parameters)
 
     def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
         """A deep copy of `original` was made."""
@@ -167,11 +171,13 @@ class Exposure:
 
     @contextmanager
     def exposed(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-        self.expose(parameters)
-        try:
-            yield
-        finally:
-            self.park(parameters)
+        with held():
+            self.expose(parameters)
+            try:
+                with through():
+                    yield
+            finally:
+                self.park(parameters)
 
     def _expect_changes(self, parameters: Sequence[ManagedParameter], result: Any) -> None:
         """A view of a parameter that is handed out (`p.data`, `p.detach()`, `p[0]`) may be written to, without a trace.
@@ -301,7 +307,9 @@ class Exposure:
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{handle.parameter.name!r} was changed, or updated by optimizer.step(), after this forward"
             )
-        return handle.of(self.acquire(handle.parameter.unit))
+        with held():
+            flat = self.acquire(handle.parameter.unit)
+        return handle.of(flat)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         handle = self.handle_for(tensor)

@@ -148,7 +148,7 @@ class Gradients:
             if self.cycle.firings.get(parameter, 0) < self._last.firings.get(parameter, 0):
                 return
         waiting = self._waiting.pop(unit)
-        if unit.num_handles or unit.the_source().aliased(unit):
+        if unit.is_saved or unit.the_source().aliased(unit):
             # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value: it must not
             # change under them.
             self.cycle.deferred.add(unit)
@@ -268,6 +268,7 @@ class Gradients:
         if self.cycle.updated and self._early_settings != self._settings():
             self.torn = "the optimizer's settings (lr, ...) were changed after some updates of this backward had run"
             raise TornStepError(self.torn + _TORN)
+        self.torn = "step() was interrupted, and some of its updates had run"
         for unit in self._in_next_order():
             direct = self._waiting.pop(unit, {})
             for parameter, flat in direct.items():
@@ -278,6 +279,7 @@ class Gradients:
         self._retained.clear()
         self.norms.clear()
         self._end_cycle()
+        self.torn = None
 
     def _settings(self) -> list[str]:
         """What the parameter groups say now, to compare."""

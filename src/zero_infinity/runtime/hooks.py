@@ -19,6 +19,7 @@ from torch import nn
 from torch._C import _autograd
 
 from zero_infinity.errors import UsageError
+from zero_infinity.interrupts import held
 from zero_infinity.runtime.dynamo import not_compiled
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.unit import ManagedParameter
@@ -51,9 +52,10 @@ class BeforeForward(Hook):
 
     @not_compiled
     def __call__(self, module: nn.Module, _: Any) -> None:
-        self._stack.enter(module)
-        self._exposure.expose(self._parameters, watched=True)
-        self._stack.entered(self._parameters, hooks_pushed=self._exposure.push_hooks())
+        with held():
+            self._stack.enter(module)
+            self._exposure.expose(self._parameters, watched=True)
+            self._stack.entered(self._parameters, hooks_pushed=self._exposure.push_hooks())
 
 
 class AfterForward(Hook):
@@ -64,7 +66,8 @@ class AfterForward(Hook):
 
     @not_compiled
     def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
-        self._stack.leave(module)
+        with held():
+            self._stack.leave(module)
 
 
 class CopyStates(Hook):

@@ -66,6 +66,8 @@ class StreamedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take in the states of a plain optimizer's `state_dict()`."""
         self._engine.load_optimizer_state_dict(state_dict)
+        # Loading has made new groups, which schedulers change through either optimizer.
+        self.param_groups = self._engine.user_optimizer.param_groups
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a streamed optimizer cannot be pickled or copied\n  fix:   use optimizer.state_dict()")

@@ -60,6 +60,8 @@ class Residency:
                 self.store.evict(self._blocks[key])
             for key in decision.fetch:
                 self.store.fetch(self._blocks[key], Priority.DEMANDED if key == block.key else Priority.PREFETCH)
+        if decision.fetch:
+            self.store.heap.look()
 
     def wait(self, block: Block) -> None:
         """Wait until an accessed block is in memory and no worker is going to change it."""
@@ -79,6 +81,7 @@ class Residency:
         """A step is over. `same_order`: the next one is expected to use blocks in the same order."""
         with self._lock:
             self.policy.end_cycle(same_order=same_order)
+        self.store.heap.end_step()
 
     @contextmanager
     def pinned(self, block: Block) -> Iterator[None]:

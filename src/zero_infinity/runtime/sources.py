@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from zero_infinity.errors import CapacityError
+from zero_infinity.interrupts import through
 from zero_infinity.runtime.accelerator import Memory, Place
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
@@ -144,7 +145,8 @@ class ComputeCache:
             copy = self._copies[_key(unit)]
         if not copy.ready.is_set():
             start = time.perf_counter()
-            copy.ready.wait()
+            with through():
+                copy.ready.wait()
             self._residency.waited_seconds += time.perf_counter() - start
         if copy.error is not None:
             raise copy.error

@@ -120,13 +120,27 @@ class Unit:
     block: Block | None = None
     source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
-    num_handles: int = 0  # saved tensors that autograd still holds as handles
+    # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
+    handles: list[weakref.ref[object]] = field(default_factory=list)
+    forget_handles_at: int = 64
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    def saved(self, handle: object) -> None:
+        """Autograd has saved a tensor over it, and holds `handle` in its place."""
+        if len(self.handles) >= self.forget_handles_at and self.is_saved:
+            self.forget_handles_at = 2 * len(self.handles) + 64
+        self.handles.append(weakref.ref(handle))
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd holds saved tensors over it."""
+        self.handles = [handle for handle in self.handles if handle() is not None]
+        return bool(self.handles)
 
     def parameter_at(self, offset: int) -> ManagedParameter:
         """The parameter whose elements are around `offset`."""

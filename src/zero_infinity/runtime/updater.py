@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_infinity.errors import EngineClosedError, again
+from zero_infinity.interrupts import through
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.unit import ManagedParameter
 from zero_infinity.runtime.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
@@ -103,7 +104,9 @@ class Updater:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds (looked at after every job) or no job is left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not self._num_pending or condition())
+            while self._error is None and self._num_pending and not condition():
+                with through():
+                    self._changed.wait()
         self.check()
 
     def drain(self) -> None:
@@ -155,6 +158,7 @@ class Updater:
             record.scalars[parameter] = scalars
             parameter.edited = False
         job.done()
+        self._store.heap.look()  # optimizers make temporaries
         return True
 
     def _blocks(self, job: Job, chunk: Chunk) -> list[Block]:

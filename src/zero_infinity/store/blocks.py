@@ -35,10 +35,12 @@ from dataclasses import dataclass
 import torch
 
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError, again
+from zero_infinity.interrupts import through
 from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
 from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
+from zero_infinity.store.heap import HeapWatch
 from zero_infinity.units import format_bytes
 
 # How often a waiting thread looks for tensors that have died: their finalizers may not wake anyone.
@@ -66,6 +68,7 @@ class BlockStore:
     def __init__(self, pool: BufferPool, engine: Engine | None = None, *, verify: bool = False) -> None:
         self.pool = pool
         self.engine = engine
+        self.heap = HeapWatch(pool)
         self._verify = verify
         self._extents = Extents(engine.reserve) if engine is not None else None
         self._changed = threading.Condition()
@@ -550,7 +553,8 @@ class BlockStore:
                 block.priority = Priority.DEMANDED
                 if block.ticket is not None:
                     block.ticket.raise_priority(Priority.DEMANDED)
-                self._changed.wait(_POLL_SECONDS)
+                with through():
+                    self._changed.wait(_POLL_SECONDS)
                 if last_event != self._num_events or not self._is_stuck(block):
                     idle_since, last_event = time.monotonic(), self._num_events
                 patience = _STUCK_WHILE_HELD_SECONDS if self._num_turns else _STUCK_SECONDS

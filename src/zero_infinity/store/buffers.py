@@ -11,10 +11,10 @@ Three rules:
 - *Lifetime.* A buffer is used again when its owner has released it and every storage made over it has died. Views
   share the storage and autograd holds it from C++, so nothing but the storage's own end is a safe sign.
 
-How the end of a storage is seen: `weakref.finalize` on its wrapper, which torch keeps as long as C++ holds the
-storage. The callback runs wherever Python frees something, also in a thread that is inside the pool's lock, and in a
-forked child. So it takes no lock: it pops a list and appends to a deque, which are atomic, and `collect` does the
-rest. For the same reason nothing else of the pool may be called from a finalizer.
+How the end of a storage is seen: by a weak reference to its wrapper, which torch keeps while C++ holds the storage.
+Its callback runs wherever Python frees something, also in a thread that is inside the pool's lock, and an exception in
+it (Ctrl-C strikes between any two bytecodes) is swallowed. So it is `deque.append` itself: one call of C, without a
+bytecode. `collect` does the rest. For the same reason nothing of the pool may be called from a finalizer.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ from zero_infinity.store.memory import (
 _POLL_SECONDS = 0.001
 
 
+class _Lease(weakref.ref["torch.UntypedStorage"]):
+    """A storage over a buffer."""
+
+    __slots__ = ("buffer",)
+
+    buffer: Buffer
+
+
 class Buffer:
     """A piece of a pool's memory; its contents are undefined until they are written."""
 
@@ -55,7 +63,7 @@ class Buffer:
         self.requested_bytes = requested_bytes
         self.label = "unnamed"  # who holds it, for error messages
         self._pool = pool
-        self._leases: list[None] = []  # one entry a living storage; a list because append and pop are atomic
+        self._leases: list[_Lease] = []  # one a storage; some may have died
         self._released = False
         self._view: memoryview | None = None
 
@@ -70,7 +78,7 @@ class Buffer:
     @property
     def leases(self) -> int:
         """Number of storages from `tensor` that are still alive."""
-        return len(self._leases)
+        return sum(lease() is not None for lease in list(self._leases))
 
     def tensor(self) -> torch.Tensor:
         """A 1-D uint8 tensor over the requested bytes, in a storage of its own: a lease."""
@@ -124,13 +132,13 @@ class BufferPool:
         self._charged_bytes = 0
         self._peak_bytes = 0
         self._waiting: collections.deque[Request] = collections.deque()
-        self._dead: collections.deque[Buffer] = collections.deque()  # one entry a lease that ended
+        self._dead: collections.deque[_Lease] = collections.deque()
         self._delivering = threading.local()
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
-        # A pool that was dropped and not closed. Buffers that nobody released stay mapped: I/O may still run into
-        # them. (Leases hold the pool, so there are none.)
+        # A pool that was dropped and not closed. Buffers that nobody released stay mapped: I/O, or a tensor, may still
+        # be using them.
         weakref.finalize(self, _clear, self._arena, self._pid).atexit = False
 
     # What it holds. Plain reads, as of the last call that changed something: `collect` first to be exact.
@@ -256,7 +264,9 @@ class BufferPool:
                 buffer._released = True
             self._arena.clear()
             for buffer in list(self._live.values()):
-                _unmap_unleased(self._live, buffer)
+                for storage in filter(None, [lease() for lease in buffer._leases]):
+                    weakref.finalize(storage, _unmap_unleased, self._live, buffer, self._pid).atexit = False
+                _unmap_unleased(self._live, buffer, self._pid)
 
     # Under the lock
 
@@ -283,11 +293,12 @@ class BufferPool:
     def _settle(self) -> None:
         """Free the buffers whose last lease has died."""
         while self._dead and not self._closed:
-            self._free_if_unused(self._dead.popleft())
+            lease = self._dead.popleft()
+            lease.buffer._leases.remove(lease)
+            self._free_if_unused(lease.buffer)
 
     def _free_if_unused(self, buffer: Buffer) -> None:
-        # Two leases that died are two entries, and the first may have freed it already.
-        if buffer._released and not buffer._leases and self._live.get(buffer.address) is buffer:
+        if buffer._released and not buffer._leases:
             del self._live[buffer.address]
             self._held_bytes -= buffer.num_bytes
             self._arena.give(buffer.address, buffer.num_bytes)
@@ -409,18 +420,9 @@ class BufferPool:
         self._check_usable()
         with self._lock:
             buffer._check_not_released()
-            buffer._leases.append(None)
-        weakref.finalize(storage, self._end_lease, buffer).atexit = False
-
-    def _end_lease(self, buffer: Buffer) -> None:
-        # Runs anywhere: see the module's docstring.
-        if self._is_child():
-            return
-        buffer._leases.pop()
-        if self._closed:
-            _unmap_unleased(self._live, buffer)
-        else:
-            self._dead.append(buffer)
+            lease = _Lease(storage, self._dead.append)
+            lease.buffer = buffer
+            buffer._leases.append(lease)
 
     def _release(self, buffer: Buffer) -> None:
         if self._is_child():
@@ -456,7 +458,7 @@ def _clear(arena: Arena, pid: int) -> None:
         arena.clear()
 
 
-def _unmap_unleased(live: dict[int, Buffer], buffer: Buffer) -> None:
+def _unmap_unleased(live: dict[int, Buffer], buffer: Buffer, pid: int) -> None:
     # `close` and the ends of several leases may meet here in several threads: dict.pop lets one of them through.
-    if not buffer._leases and live.pop(buffer.address, None) is not None:
+    if os.getpid() == pid and not buffer.leases and live.pop(buffer.address, None) is not None:
         unmap_pages(buffer.address, buffer.num_bytes)

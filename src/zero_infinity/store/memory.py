@@ -108,18 +108,6 @@ def _refusal(verb: str, num_bytes: int) -> CapacityError:
     )
 
 
-def trim_heap() -> None:
-    """Give free memory of the C library's heap back to the kernel, where the library can (glibc).
-
-    Its threshold for mapping an allocation of its own rises with the first freed one, so that later tensors come from
-    the heap, and small allocations cut up the holes that they leave: 120 MiB of layers that are built and freed one by
-    one leave 130 MiB resident. This returns the holes too.
-    """
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 @dataclass(frozen=True, slots=True)
 class Pinning:
     """How host memory is made known to an accelerator, so that copies to and from it run asynchronously."""

@@ -323,6 +323,47 @@ if not all(torch.isfinite(p.detach()).all() for p in model.parameters()):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("update", ["auto", "after_backward"])
+def test_interrupts_at_random_moments_are_neither_lost_nor_harmful(update: str, tmp_path: Path) -> None:
+    """Each one is raised once; what follows trains, or says that the step is torn."""
+    script = """
+import random
+model, optimizer = prepare(sys.argv[1], update=sys.argv[2])
+train(model, optimizer, 3)
+start = time.monotonic()
+train(model, optimizer, 5)
+per_step = (time.monotonic() - start) / 5
+random.seed(0)
+go, sent = threading.Event(), threading.Event()
+
+def interrupt():
+    while True:
+        go.wait()
+        go.clear()
+        time.sleep(0.005 + random.random() * 1.5 * per_step)
+        os.kill(os.getpid(), signal.SIGINT)
+        sent.set()
+
+threading.Thread(target=interrupt, daemon=True).start()
+for number in range(40):
+    try:
+        sent.clear()
+        try:
+            go.set()
+            train(model, optimizer, 1_000_000)
+        except KeyboardInterrupt:
+            pass
+        sent.wait()
+        optimizer.zero_grad()
+        train(model, optimizer)
+    except zi.TornStepError:
+        model, optimizer = prepare(sys.argv[1], update=sys.argv[2])
+        train(model, optimizer, 3)
+"""
+    code, output, errors = children.run(script, str(tmp_path), update)
+    assert (code, errors) == (0, ""), output + errors
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_interrupt_inside_the_model_can_be_followed_by_training(where: str, tmp_path: Path) -> None:
     """At a place where the model has half of its layers behind it; then the batch is left out."""

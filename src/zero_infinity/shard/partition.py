@@ -1,0 +1,60 @@
+"""Who owns which elements. Pure: the same answer on every rank.
+
+*Spread*: every unit is cut into equal parts, one for each rank, so that each rank reads 1/N of every unit from its own
+drive and the bandwidth of all adds up (ZeRO-Infinity's bandwidth-centric partition). *Owner*: a whole unit belongs to
+one rank, which sends it to the others: one link at a time is busy. It is there to be compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["spread", "owner"]
+
+# Parameters, parts and chunks start at multiples of this many elements. Vectorised kernels on slices are bit-identical
+# to kernels on the whole when slices start at multiples of 8; 64 elements of any dtype are whole cache lines, too.
+GRAIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` to `stop` of a unit."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, start: int, stop: int) -> Span:
+        """What it has in common with another range; empty when that is nothing."""
+        first = max(self.start, start)
+        return Span(first, max(first, min(self.stop, stop)))
+
+
+def round_up(num_elements: int, multiple: int = GRAIN) -> int:
+    return -(-num_elements // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The parts of `num_ranks` ranks."""
+
+    num_ranks: int
+    kind: Kind = "spread"
+
+    def padded(self, num_elements: int) -> int:
+        """What a unit of this many elements is filled up to, so that it can be cut."""
+        return round_up(num_elements, GRAIN * self.num_ranks) if self.kind == "spread" else round_up(num_elements)
+
+    def spans(self, num_elements: int, number: int) -> tuple[Span, ...]:
+        """Each rank's part of the `number`th unit, which has this many (padded) elements."""
+        if self.kind == "spread":
+            each = num_elements // self.num_ranks
+            return tuple(Span(rank * each, (rank + 1) * each) for rank in range(self.num_ranks))
+        owner = number % self.num_ranks
+        return tuple(
+            Span(0, num_elements) if rank == owner else Span(num_elements, num_elements)
+            for rank in range(self.num_ranks)
+        )

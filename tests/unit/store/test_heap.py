@@ -1,0 +1,88 @@
+"""When the heap is trimmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_infinity.store import heap
+from zero_infinity.store.buffers import BufferPool
+from zero_infinity.store.heap import HeapWatch
+
+MIB = 1 << 20
+
+
+class Heap:
+    """A heap of a given size, of which a given part is in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = self.used = 100 * MIB
+        self.num_trims = 0
+        monkeypatch.setattr(heap, "trim_heap", self.trim)
+        monkeypatch.setattr(HeapWatch, "_resident_bytes", lambda _: self.size)
+
+    def trim(self) -> None:
+        self.num_trims += 1
+        self.size = self.used
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Heap:
+    return Heap(monkeypatch)
+
+
+def watch(budget: int = 64 * MIB) -> HeapWatch:
+    return HeapWatch(BufferPool(budget))
+
+
+def test_what_the_first_step_needs_is_left_alone(memory: Heap) -> None:
+    watched = watch()
+    for size in (100, 300, 150, 300, 100):
+        memory.size = size * MIB
+        watched.look()
+    watched.end_step()
+    memory.size = 307 * MIB  # less than an eighth of the budget more
+    watched.look()
+    assert memory.num_trims == 0
+
+
+def test_holes_are_given_back_and_come_to_no_more_than_an_eighth_of_the_budget(memory: Heap) -> None:
+    watched = watch()
+    watched.end_step()
+    largest = 0
+    for _ in range(100):
+        memory.size += MIB
+        watched.look()
+        largest = max(largest, memory.size)
+    assert memory.num_trims == 100 // 9
+    assert largest <= 108 * MIB
+
+
+def test_a_model_that_needs_more_is_not_trimmed_for_ever(memory: Heap) -> None:
+    watched = watch()
+    watched.end_step()
+    memory.size = memory.used = 200 * MIB
+    for _ in range(100):
+        watched.look()
+    assert memory.num_trims == 1
+
+
+def test_small_budgets_do_not_trim_for_a_few_pages(memory: Heap) -> None:
+    watched = watch(budget=MIB)
+    watched.end_step()
+    memory.size += 3 * MIB
+    watched.look()
+    assert memory.num_trims == 0
+
+
+def test_real_holes_are_given_back() -> None:
+    import torch
+
+    watched = watch(budget=MIB)
+    watched.end_step()
+    layers = [torch.ones(64 * 1024) for _ in range(400)]  # 100 MiB, in pieces that the heap is used for
+    kept = layers[::40]
+    watched._needed = before = watched._resident_bytes() - 8 * MIB
+    del layers
+    watched.look()
+    assert watched._resident_bytes() < before
+    assert all(bool(layer.eq(1).all()) for layer in kept)
