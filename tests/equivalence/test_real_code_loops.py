@@ -722,6 +722,40 @@ def test_clipping_too_late_is_an_error(tmp_path: Path) -> None:
         zi.clip_grad_norm_(model.parameters(), NORM)
 
 
+def unscale(optimizer: Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+READERS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "clip_grad_norm_": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), NORM),
+    "clip_grad_value_": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), NORM),
+    "GradScaler": lambda _, plain: unscale(plain),
+    "grad": lambda model, _: model[0].weight.grad,
+    "plain optimizer": lambda _, plain: plain.step(),
+}
+
+
+@pytest.mark.parametrize("update", ["auto", "after_backward"])
+@pytest.mark.parametrize("name", READERS)
+def test_gradients_that_are_not_where_they_are_looked_for(name: str, update: str, tmp_path: Path) -> None:
+    """To find None there would be to train without clipping, in silence."""
+    model = small()
+    plain = adamw(model)
+    model, optimizer = zi.prepare(model, plain, zi.Config(memory="1MiB", nvme=tmp_path, update=update))
+    run = Run(model, optimizer, prepared=True)
+    for _ in range(2):
+        usual(run)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss = mean_square(model, batch(9))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss.backward()
+        with pytest.raises(zi.UsageError, match="max_grad_norm"):
+            READERS[name](model, plain)
+        optimizer.step()
+
+
 def test_gradients_are_shown_in_gathered(setting: Setting, tmp_path: Path) -> None:
     """update="after_backward": they can be read and changed between backward and step."""
 

@@ -419,6 +419,10 @@ class GradientHook(hooks.Hook):
             with held():
                 gradients.on_gradient(managed)
 
+    def has_gradient(self) -> bool:
+        gradients, managed = self._gradients(), self._managed()
+        return gradients is not None and managed is not None and gradients.has(managed)
+
 
 def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The norm of all, and what `torch.nn.utils.clip_grad_norm_` would multiply gradients by."""

@@ -32,6 +32,7 @@ from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Exposer(Protocol):
@@ -141,7 +142,10 @@ class ParkedParameter(nn.Parameter):
         keywords = dict(kwargs or {})
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **keywords)
+                result = func(*args, **keywords)
+            if result is None and func == _GET_GRAD:
+                args[0].__dict__[ATTRIBUTE].check_no_gradient()
+            return result
         if func is torch.Tensor.register_post_accumulate_grad_hook:
             with torch._C.DisableTorchFunctionSubclass():
                 handle = func(*args, **keywords)

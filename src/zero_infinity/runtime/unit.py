@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 # Where a parameter keeps its ManagedParameter.
 ATTRIBUTE = "_zero_infinity"
+
+
+class GradientTaker(Protocol):
+    """Who takes a parameter's gradient away when autograd has put it there."""
+
+    def __call__(self, parameter: torch.Tensor, /) -> None: ...
+
+    def has_gradient(self) -> bool:
+        """Whether one was taken that no step has been finished with."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -47,7 +56,7 @@ class ManagedParameter:
     num_changes: int = 0  # by updates, and by tensors that the user put in its place
     group: int | None = None  # index of the optimizer's parameter group; None: not trained
     edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
-    gradient_hook: Callable[[torch.Tensor], None] | None = None
+    gradient_hook: GradientTaker | None = None
     gradient_hook_handle: RemovableHandle | None = None
 
     @property
@@ -75,6 +84,15 @@ class ManagedParameter:
             self.parameter.requires_grad_(True)
             self.gradient_hook_handle = self.parameter.register_post_accumulate_grad_hook(self.gradient_hook)
             self.parameter.requires_grad_(trained)
+
+    def check_no_gradient(self) -> None:
+        """Somebody finds no gradient on the parameter: raise when there is one all the same."""
+        if self.gradient_hook is not None and self.gradient_hook.has_gradient():
+            raise UsageError(
+                f"the gradient of {self.name!r} is not in its .grad: it is kept for optimizer.step(), or used already\n"
+                '  fix:   max_grad_norm=... in zi.Config clips; with update="after_backward" zi.clip_grad_norm_ does, '
+                "and zi.gathered([...]) shows gradients; take the step by the optimizer that zi.prepare has returned"
+            )
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's part of its unit's elements, in its own shape."""
