@@ -144,7 +144,7 @@ class ParkedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **keywords)
             if result is None and func == _GET_GRAD:
-                args[0].__dict__[ATTRIBUTE].check_no_gradient()
+                args[0].__dict__[ATTRIBUTE].warn_of_gradient()
             return result
         if func is torch.Tensor.register_post_accumulate_grad_hook:
             with torch._C.DisableTorchFunctionSubclass():

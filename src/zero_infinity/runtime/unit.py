@@ -8,6 +8,7 @@ This file knows the layout; who moves the bytes, and when, is decided elsewhere.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -85,13 +86,14 @@ class ManagedParameter:
             self.gradient_hook_handle = self.parameter.register_post_accumulate_grad_hook(self.gradient_hook)
             self.parameter.requires_grad_(trained)
 
-    def check_no_gradient(self) -> None:
-        """Somebody finds no gradient on the parameter: raise when there is one all the same."""
+    def warn_of_gradient(self) -> None:
+        """Somebody finds no gradient on the parameter: say so when there is one all the same."""
         if self.gradient_hook is not None and self.gradient_hook.has_gradient():
-            raise UsageError(
+            warnings.warn(
                 f"the gradient of {self.name!r} is not in its .grad: it is kept for optimizer.step(), or used already\n"
                 '  fix:   max_grad_norm=... in zi.Config clips; with update="after_backward" zi.clip_grad_norm_ does, '
-                "and zi.gathered([...]) shows gradients; take the step by the optimizer that zi.prepare has returned"
+                "and zi.gathered([...]) shows gradients; take the step by the optimizer that zi.prepare has returned",
+                stacklevel=3,
             )
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
