@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -24,16 +26,23 @@ from zero_infinity.runtime.optimizer import StreamedOptimizer
 from zero_infinity.runtime.parked import managed
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter
+from zero_infinity.shard.group import find_group
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def prepare(
-    model: Model, optimizer: Optimizer, config: Config | None = None, *, accelerator: Place | None = None
+    model: Model,
+    optimizer: Optimizer,
+    config: Config | None = None,
+    *,
+    accelerator: Place | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
     """Move the model's states to where `config` says; return the model and the optimizer to train it with.
 
     Works in place: `model` is the same object, its parameters are the same objects, and its code is not touched.
+    `group`: the ranks to share the states with, or a device mesh of one dimension; else the default group, if any.
     `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
     """
     if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _hosts(model)):
@@ -44,7 +53,7 @@ def prepare(
     config = config or Config()
     _refuse_what_is_missing(config)
     place = accelerator or _find_accelerator()
-    engine = TrainingEngine(model, optimizer, config, place)
+    engine = TrainingEngine(model, optimizer, config, place, find_group(group))
     if place is not None:
         for tensor in (*model.buffers(), *(p for p in model.parameters() if managed(p) is None)):
             tensor.data = tensor.data.to(place.device)
@@ -133,13 +142,6 @@ def engine_of(model: nn.Module) -> TrainingEngine:
 
 def _refuse_what_is_missing(config: Config) -> None:
     """Say so rather than do something else than was asked for."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        num_ranks = torch.distributed.get_world_size()
-        if num_ranks > 1:
-            raise UsageError(
-                f"the process group has {num_ranks} ranks, and sharding over ranks is not there yet\n"
-                "  fix:   train on one rank"
-            )
     if config.trace is not None:
         raise UsageError("trace is not there yet\n  fix:   leave it out; zi.stats(model) has the counters")
 

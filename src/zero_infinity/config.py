@@ -25,6 +25,7 @@ from zero_infinity.units import format_bytes, parse_bytes
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 Update: TypeAlias = Literal["auto", "after_backward"]
+Partition: TypeAlias = Literal["spread", "owner"]
 PathLike: TypeAlias = str | os.PathLike[str]
 
 # Of the memory that is available. The engine's budget does not cover activations, the data loader, Python and
@@ -51,6 +52,8 @@ class Config:
     gradient_accumulation_steps: backward passes per update.
     max_grad_norm: clip the global gradient norm to this. None: no clipping.
     update: "auto" updates a parameter while backward goes on; "after_backward" keeps gradients until step().
+    partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
+        it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.
     trace: file to write a timeline of fetches, computation and write-backs to.
     """
@@ -66,6 +69,7 @@ class Config:
     gradient_accumulation_steps: int
     max_grad_norm: float | None
     update: Update
+    partition: Partition
     verify: bool
     trace: Path | None
 
@@ -83,6 +87,7 @@ class Config:
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         update: str = "auto",
+        partition: str = "spread",
         verify: bool = False,
         trace: PathLike | None = None,
         **unknown: Never,  # a type checker rejects any; at run time the message suggests the nearest field
@@ -100,6 +105,7 @@ class Config:
             "gradient_accumulation_steps": _positive_int("gradient_accumulation_steps", gradient_accumulation_steps),
             "max_grad_norm": _norm("max_grad_norm", max_grad_norm),
             "update": _choice("update", update, get_args(Update)),
+            "partition": _choice("partition", partition, get_args(Partition)),
             "verify": _choice("verify", verify, (False, True)),
             "trace": _output_file("trace", trace),
         }

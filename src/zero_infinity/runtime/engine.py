@@ -7,9 +7,10 @@ is collected, or the process ends, threads, memory and swap files go.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,18 +22,24 @@ from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace, Place
+from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
-from zero_infinity.runtime.host import ParameterHost, host_of
+from zero_infinity.runtime.host import ParameterHost, host_of, sharding_of
 from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
 from zero_infinity.runtime.precision import precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
-from zero_infinity.runtime.sources import ComputeCache, check_room
+from zero_infinity.runtime.reducer import Reducer
+from zero_infinity.runtime.sharded_gradients import ShardedGradients
+from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit, refuse_shared_memory
 from zero_infinity.runtime.unmanaged import UnmanagedParameters
 from zero_infinity.runtime.updater import Updater
+from zero_infinity.shard.group import RankGroup
+from zero_infinity.shard.partition import Span
+from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
 
@@ -40,6 +47,15 @@ Owners = dict[nn.Module, list[ManagedParameter]]
 
 # Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
 _COPY_SHARE = 1 / 8
+# Whole units, gathered from ranks that store parts, may take this part.
+_GATHER_SHARE = 1 / 4
+# Buckets in which gradients go to other ranks: about 1/64 of the memory, twice, and within these bounds. Messages of a
+# MiB reach the bandwidth of a socket; larger ones only take memory.
+_BUCKETS_IN_MEMORY = 64
+_MIN_BUCKET_BYTES = 64 << 10
+_MAX_BUCKET_BYTES = 4 << 20
+# A topic that is no unit's.
+_START = -10
 # Copies are made ahead as far as this part of their room reaches.
 _LOOKAHEAD_SHARE = 1 / 3
 
@@ -47,8 +63,17 @@ _LOOKAHEAD_SHARE = 1 / 3
 class TrainingEngine:
     """Trains one model with one optimizer within a byte budget."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, accelerator: Place | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config,
+        accelerator: Place | None,
+        ranks: RankGroup | None = None,
+    ) -> None:
         self.config = config
+        self.ranks = _ranks_of(model) or ranks
+        self._sharding = sharding_of(config, self.ranks)
         self.user_optimizer = optimizer
         self.grad_norm: torch.Tensor | None = None
         self._accelerator = accelerator
@@ -58,6 +83,25 @@ class TrainingEngine:
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
         # First what can fail for a user's mistake, before anything moves.
+        with self._agreed("zi.prepare (checks)"):
+            owners, replaced, copies = self._plan(model, optimizer)
+        try:
+            with self._agreed("zi.prepare (swap space)"):
+                self._divide(self.placement, copies)
+            with self._agreed("zi.prepare (moving in)"):
+                self._build(model, copies, replaced)
+        except BaseException:
+            # Nothing was parked yet: with the host gone the model is as plain as before.
+            self.host.close()
+            raise
+        self._watch(model, owners)
+
+    def _agreed(self, phase: str) -> AbstractContextManager[None]:
+        return self.ranks.agreed(phase) if self.ranks is not None else nullcontext()
+
+    def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
+        """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
+        config = self.config
         refuse_shared_memory(model)
         owners, replaced = self._make_units(model)
         self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
@@ -65,42 +109,53 @@ class TrainingEngine:
         unmanaged = _assign_groups(optimizer, self._managed, self._model_parameters)
         self._unmanaged = UnmanagedParameters(optimizer, unmanaged)
         self.records = self._make_records()
-        self._sizes = [_size(unit, self.records.get(unit)) for unit in self.units]
-        copies = 0 if accelerator is not None else _copy_budget(self.units, config.memory_budget())
+        # A rank of stage 1 updates its part, and keeps whole gradients until then.
+        self._whole_gradients = self.ranks is not None and config.stage == 1
+        self._sizes = [
+            _size(unit, self.records.get(unit), whole_gradients=self._whole_gradients) for unit in self.units
+        ]
         together = _needed_together(owners)
-        if accelerator is not None:
-            check_room(together, config.device_memory or accelerator.budget)
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
-        at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
-        # Units that are about to be replaced are still there while their successors move in.
-        old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
-        self.placement = place(self._sizes, config.memory_budget() - copies - old, at_once, nvme=bool(config.nvme))
+        self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks)
+        try:
+            copies = self._place(together, replaced)
+        except BaseException:
+            if not self.host.units:
+                self.host.close()
+            raise
+        return owners, replaced, copies
 
-        self.host = hosts.pop() if hosts else ParameterHost(config)
+    def _place(self, together: list[list[Unit]], replaced: list[Unit]) -> int:
+        """Divide the memory; returns the room for copies."""
+        config, accelerator = self.config, self._accelerator
         self.store = self.host.store
         self.residency = self.host.residency
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
-        try:
-            self._build(copies, replaced)
-        except BaseException:
-            # Nothing was parked yet: with the host gone the model is as plain as before.
-            self.host.close()
-            raise
-        self._watch(model, owners)
+        budget = self.store.pool.budget
+        self._bucket_bytes = _bucket_bytes(budget) if self.ranks is not None else 0
+        copies = 0 if accelerator is not None else _copy_budget(self.units, together, budget)
+        if accelerator is not None:
+            check_room(together, config.device_memory or accelerator.budget)
+        at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
+        # Units that are about to be replaced are still there while their successors move in.
+        old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
+        free = budget - copies - old - 2 * self._bucket_bytes
+        self.placement = place(self._sizes, free, at_once, nvme=bool(config.nvme))
+        return copies
 
-    def _build(self, copies: int, replaced: list[Unit]) -> None:
+    def _build(self, model: nn.Module, copies: int, replaced: list[Unit]) -> None:
         """Everything that may fail for want of room or for a drive's error; the last thing is to park parameters."""
         self.host.drop_forgotten({*self.units, *replaced})
-        self._divide(self.placement, copies)
+        self._wire = self._make_wire(model)
         self._cache = self._make_cache(copies)
         new_units = [unit for unit in self.units if unit.block is None]
         for unit, home in zip(self.units, self.placement.homes, strict=True):
             if unit.block is None:
                 self.host.add(unit, home)
         self._make_chunks()
-        self.keeper = RecordKeeper(self.residency, self.records)
+        self.keeper = RecordKeeper(self.residency, self.records, self._wire)
         self._updater = Updater(self.store, shares_cores=self._accelerator is None)
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
@@ -121,6 +176,8 @@ class TrainingEngine:
         """The parameters of each module that owns some; and units of `zi.init` that are stored in another dtype now."""
         owners: Owners = {}
         replaced: dict[Unit, None] = {}
+        built = {known.unit.number for p in model.parameters() if (known := parked.managed(p)) is not None}
+        numbers = itertools.count(max(built, default=-1) + 1)
         for module, name, parameters in find_parameters(model):
             fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
             for full_name, parameter in parameters:
@@ -141,7 +198,13 @@ class TrainingEngine:
                 dtypes = precision_of(own, self.config, self._device)
                 unit_name = (name or type(model).__name__) + (f" ({own})" if len(fresh) > 1 else "")
                 unit = make_unit(
-                    unit_name, members, dtype=dtypes.stored, compute_dtype=dtypes.computed, device=self._device
+                    unit_name,
+                    members,
+                    dtype=dtypes.stored,
+                    compute_dtype=dtypes.computed,
+                    device=self._device,
+                    number=next(numbers),
+                    sharding=self._sharding,
                 )
                 owners.setdefault(module, []).extend(unit.parameters)
         return owners, list(replaced)
@@ -158,37 +221,78 @@ class TrainingEngine:
     def _divide(self, placement: Placement, copies: int) -> None:
         """Set apart what is not for the cache, and reserve room on NVMe."""
         self.residency.limit(placement.cache, placement.lookahead)
-        self.store.pool.charge(placement.set_aside + copies)
+        self.store.pool.charge(placement.set_aside + copies + 2 * self._bucket_bytes)
         self.store.reserve(placement.swap)
+
+    def _make_wire(self, model: nn.Module) -> Wire | None:
+        """The computing thread's own wire to the other ranks; they start with the values of the first."""
+        if self.ranks is None:
+            return None
+        self.host.closers.append(self.ranks.close)
+        self.ranks.names.update({unit.number: unit.name for unit in self.units})
+        wire = self.ranks.wire("steps")
+        topic = Topic("start", _START, "the values to start with")
+        wire.agree(topic, [len(self.units), sum(unit.num_elements for unit in self.units)])
+        plain = [p.detach() for p, managed in self._managed.items() if managed.unit.block is None]
+        for tensor in [*plain, *model.buffers()]:
+            wire.spread(topic, tensor)
+        return wire
 
     def _make_cache(self, copies: int) -> ComputeCache | None:
         if self._accelerator is None and not copies:
             return None
         where: Place = self._accelerator or CpuPlace(copies)
         budget = copies or self.config.device_memory or where.budget
-        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE))
+        gathers = self.ranks is not None and self._sharding.stage == 3
+        wire = self.ranks.wire("parameters", where.device) if self.ranks is not None and gathers else None
+        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire)
         self.host.closers.append(cache.copier.close)
         return cache
 
     def _make_chunks(self) -> None:
         for unit, record in self.records.items():
             for block in make_chunks(
-                record, self.placement.chunk_bytes, unit.the_block().home, self.store, whole_gradients=False
+                record,
+                self.placement.chunk_bytes,
+                unit.the_block().home,
+                self.store,
+                whole_gradients=self._whole_gradients,
             ):
                 self.residency.add(block)
 
     def _make_gradients(self) -> Gradients:
         clips = self.config.max_grad_norm is not None
-        return Gradients(
-            self.residency,
-            self._updater,
-            self.user_optimizer,
-            self.records,
-            reserve=self.placement.set_aside,
-            num_backwards=self.config.gradient_accumulation_steps,
-            early=self.config.update == "auto" and not clips and self.loss_scale is None,
-            norms=clips or self.loss_scale is not None,
-            download=self._accelerator.download if self._accelerator is not None else None,
+        parts = (self.residency, self._updater, self.user_optimizer, self.records)
+        reserve = self.placement.set_aside
+        num_backwards = self.config.gradient_accumulation_steps
+        early = self.config.update == "auto" and not clips and self.loss_scale is None
+        norms = clips or self.loss_scale is not None
+        download = self._accelerator.download if self._accelerator is not None else None
+        if self.ranks is None or self._wire is None:
+            return Gradients(
+                *parts, reserve=reserve, num_backwards=num_backwards, early=early, norms=norms, download=download
+            )
+        stage = self._sharding.stage
+        reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
+        reducer = Reducer(
+            self.ranks.wire("gradients"), self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0
+        )
+        self.host.closers.append(reducer.close)
+        exchange = None
+        if stage in (1, 2):
+            exchange = ParameterExchange(self.store, self.ranks.wire("parameters"))
+            self.host.closers.append(exchange.close)
+        return ShardedGradients(
+            *parts,
+            reserve=reserve,
+            num_backwards=num_backwards,
+            early=early,
+            norms=norms,
+            download=download,
+            stage=stage,
+            wire=self._wire,
+            reducer=reducer,
+            exchange=exchange,
         )
 
     def _write_masters(self, unit: Unit) -> None:
@@ -208,7 +312,7 @@ class TrainingEngine:
     def _watch(self, model: nn.Module, owners: Owners) -> None:
         """From here on, see every read, change and gradient."""
         for unit in self.units:
-            if self._cache is not None and (self._accelerator is not None or unit.compute_dtype != unit.dtype):
+            if self._cache is not None and (self._accelerator is not None or _is_copied(unit)):
                 self._cache.add(unit)
                 unit.source = self._cache
         self.host.training = self
@@ -240,6 +344,7 @@ class TrainingEngine:
     def _step(self) -> None:
         self._take_hand_made_gradients()
         self._take_zeros()
+        self.gradients.before_step()
         factors: tuple[torch.Tensor, ...] = ()
         norms: dict[ManagedParameter | nn.Parameter, torch.Tensor] = {}
         if self.loss_scale is not None or self.config.max_grad_norm is not None:
@@ -450,12 +555,16 @@ def _assign_groups(
     return unmanaged & {p for group in optimizer.param_groups for p in group["params"]}
 
 
-def _size(unit: Unit, record: Record | None) -> UnitSize:
+def _size(unit: Unit, record: Record | None, *, whole_gradients: bool) -> UnitSize:
     home = unit.block.home if unit.block is not None else None
     if record is None:
-        return UnitSize(unit.name, round_up(unit.stored_bytes), 0, 0, home)
-    each = record.num_elements(unit.owned) * record.dtype.itemsize
-    return UnitSize(unit.name, round_up(unit.stored_bytes), each * len(record.slots), each, home)
+        return UnitSize(unit.name, round_up(unit.stored_bytes), 0, 0, 0, home)
+    whole = record.num_elements(Span(0, unit.num_elements)) * record.dtype.itemsize
+    mine = record.num_elements(unit.owned) * record.dtype.itemsize
+    # A sum over ranks comes beside the gradient that it is made of.
+    arriving = whole if mine == whole and len(unit.spans) == 1 else whole + mine
+    kept = whole if whole_gradients else mine
+    return UnitSize(unit.name, round_up(unit.stored_bytes), mine * len(record.slots), kept, arriving, home)
 
 
 def _needed_together(owners: Owners) -> list[list[Unit]]:
@@ -470,7 +579,27 @@ def _needed_together(owners: Owners) -> list[list[Unit]]:
     return together
 
 
-def _copy_budget(units: Sequence[Unit], memory: int) -> int:
-    """Room for copies in another dtype than is stored."""
-    sizes = [round_up(u.num_elements * u.compute_dtype.itemsize) for u in units if u.compute_dtype != u.dtype]
-    return max(2 * max(sizes), min(sum(sizes), round_up(int(memory * _COPY_SHARE)))) if sizes else 0
+def _is_copied(unit: Unit) -> bool:
+    """Whether modules on the CPU see a copy of it."""
+    return unit.compute_dtype != unit.dtype or not unit.is_stored_whole
+
+
+def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memory: int) -> int:
+    """Room for copies in another dtype than is stored, and for whole units of which a part is stored."""
+    sizes = [copy_size(unit) for unit in units if _is_copied(unit)]
+    if not sizes:
+        return 0
+    at_once = max(sum(copy_size(unit) for unit in group if _is_copied(unit)) for group in together)
+    share = _COPY_SHARE if all(unit.is_stored_whole for unit in units) else _GATHER_SHARE
+    return max(at_once + max(sizes), min(sum(sizes), round_up(int(memory * share))))
+
+
+def _bucket_bytes(memory: int) -> int:
+    """Of rows that leave, and as much for rows that come in: constant, whatever the model."""
+    return max(_MIN_BUCKET_BYTES, min(_MAX_BUCKET_BYTES, round_up(memory // _BUCKETS_IN_MEMORY)))
+
+
+def _ranks_of(model: nn.Module) -> RankGroup | None:
+    """The ranks that the model was built on, by `zi.init`."""
+    known = (parked.managed(parameter) for parameter in model.parameters())
+    return next((host_of(m).ranks for m in known if m is not None), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -98,6 +98,16 @@ class Gradients:
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """A gradient of `parameter` has come: keep it, or update with it."""
         unit = parameter.unit
+        flat = self._flat(parameter, gradient)
+        if self._may_update_early(unit):
+            self._make_room(flat.nbytes)
+            self._waiting.setdefault(unit, {})[parameter] = self._with_retained(parameter, flat)
+            self._update_when_complete(unit)
+        else:
+            self._retain(parameter, flat)
+
+    def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that has come, in the order of its unit's elements and in the record's dtype."""
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
@@ -109,25 +119,18 @@ class Gradients:
         self.cycle.fired(parameter)
         self.seen.add(parameter)
         gradient = gradient.detach() if self._download is None else self._download(gradient.detach())
-        flat = parameter.flattened(gradient).to(self._records[unit].dtype)
-        if self._may_update_early(unit):
-            self._make_room(flat.nbytes)
-            self._waiting.setdefault(unit, {})[parameter] = self._with_retained(parameter, flat)
-            self._update_when_complete(unit)
-        else:
-            self._retain(parameter, flat)
+        return parameter.flattened(gradient).to(self._records[parameter.unit].dtype)
 
     def _follow_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == self._graph_task:
             return
         self._graph_task = task
-        if not self.synchronised:
-            return
-        if self.cycle.updated and not self.cycle.backward_complete:
-            self.torn = "the last backward did not finish, but some of its updates had run"
-            raise TornStepError(self.torn + _TORN)
-        self.cycle.begin_backward()
+        if self.synchronised:
+            if self.cycle.updated and not self.cycle.backward_complete:
+                self.torn = "the last backward did not finish, but some of its updates had run"
+                raise TornStepError(self.torn + _TORN)
+            self.cycle.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
@@ -145,9 +148,8 @@ class Gradients:
 
     def _update_when_complete(self, unit: Unit) -> None:
         """Update the unit if each of its parameters has had as many gradients as in the last cycle."""
-        for parameter in unit.parameters:
-            if self.cycle.firings.get(parameter, 0) < self._last.firings.get(parameter, 0):
-                return
+        if not self._has_fired(unit):
+            return
         waiting = self._waiting.pop(unit)
         if unit.is_saved or unit.the_source().aliased(unit):
             # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value: it must not
@@ -163,6 +165,10 @@ class Gradients:
         self.cycle.updated.add(unit)
         self.cycle.updated_parameters.update(waiting, retained)
         self._submit(unit, waiting, retained, ())
+
+    def _has_fired(self, unit: Unit) -> bool:
+        """Whether each of its parameters has had as many gradients as in the last cycle."""
+        return all(self.cycle.firings.get(p, 0) >= self._last.firings.get(p, 0) for p in unit.parameters)
 
     def _make_room(self, num_bytes: int) -> None:
         """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
@@ -225,12 +231,16 @@ class Gradients:
         if parameter not in self._retained:
             return None
         flat = torch.empty(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        self._read_retained(parameter, flat)
+        return flat.as_strided(parameter.shape, parameter.stride)
+
+    def _read_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """Copy what is retained here of a gradient."""
         for chunk, segment in self._places[parameter]:
             self._residency.access(chunk.gradient)
             self._residency.wait(chunk.gradient)
             with self._residency.store.changing(chunk.gradient) as memory:
                 flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
-        return flat.as_strided(parameter.shape, parameter.stride)
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Put another gradient in the place of the retained one."""
@@ -270,6 +280,16 @@ class Gradients:
             self.torn = "the optimizer's settings (lr, ...) were changed after some updates of this backward had run"
             raise TornStepError(self.torn + _TORN)
         self.torn = "step() was interrupted, and some of its updates had run"
+        self._submit_all(factors)
+        self._retained.clear()
+        self.norms.clear()
+        self._end_cycle()
+        self.torn = None
+
+    def before_step(self) -> None:
+        """Make the norms known, if they are wanted."""
+
+    def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
         for unit in self._in_next_order():
             direct = self._waiting.pop(unit, {})
             for parameter, flat in direct.items():
@@ -277,10 +297,6 @@ class Gradients:
                 self._release(flat.nbytes)
             retained = [p for p in unit.parameters if p in self._retained]
             self._submit(unit, {}, retained, factors)
-        self._retained.clear()
-        self.norms.clear()
-        self._end_cycle()
-        self.torn = None
 
     def _settings(self) -> list[str]:
         """What the parameter groups say now, to compare."""
@@ -293,9 +309,11 @@ class Gradients:
 
     def _in_next_order(self) -> list[Unit]:
         """Units with gradients, first those that the next forward will read first."""
-        with_gradients = dict.fromkeys(self._waiting) | dict.fromkeys(p.unit for p in self._retained)
-        first = [unit for unit in self.cycle.read_order if unit in with_gradients]
-        return first + [unit for unit in self._records if unit in with_gradients and unit not in self.cycle.read_order]
+        return self._in_order({*self._waiting, *(p.unit for p in self._retained)})
+
+    def _in_order(self, units: Collection[Unit]) -> list[Unit]:
+        first = [unit for unit in self.cycle.read_order if unit in units]
+        return first + [unit for unit in self._records if unit in units and unit not in self.cycle.read_order]
 
     def _submit(
         self,

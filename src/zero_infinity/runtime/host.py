@@ -22,6 +22,8 @@ from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.sources import HostSource, Source
 from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.shard.group import RankGroup
+from zero_infinity.shard.partition import ONE_RANK, Partition, Sharding
 from zero_infinity.store.block import Home
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
@@ -45,9 +47,12 @@ class Training(Protocol):
 class ParameterHost:
     """The store of one model's parameters."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: RankGroup | None = None) -> None:
         self.config = config
-        pool = BufferPool(config.memory_budget())
+        self.ranks = ranks
+        self.sharding = sharding_of(config, ranks)
+        self.num_units = 0  # made so far
+        pool = BufferPool(config.memory_budget(ranks.num_local_ranks if ranks is not None else 1))
         engine = QueuedEngine(FileDevice(config.nvme)) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify)
         self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD)
@@ -62,7 +67,7 @@ class ParameterHost:
 
     def check_same_place(self, config: Config) -> None:
         """Raise when `config` asks for another store than this one, which a model was built in."""
-        for field in ("memory", "nvme", "verify"):
+        for field in ("memory", "nvme", "verify", "stage", "partition"):
             built, asked = getattr(self.config, field), getattr(config, field)
             if built != asked:
                 raise UsageError(
@@ -106,8 +111,16 @@ class ParameterHost:
         self.residency.wait(block)
         with self.store.changing(block) as memory, self.residency.pinned(block), torch.no_grad():
             flat = memory.view(unit.dtype)
-            for managed in unit.parameters:
-                managed.of(flat).copy_(managed.parameter.detach())
+            if unit.is_stored_whole:
+                for managed in unit.parameters:
+                    managed.of(flat).copy_(managed.parameter.detach())
+            else:
+                for managed in unit.parameters:
+                    mine = unit.stored.overlap(managed.offset, managed.end)
+                    part = managed.flattened(managed.parameter.detach())[
+                        mine.start - managed.offset : mine.stop - managed.offset
+                    ]
+                    flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
         self.store.mark_dirty(block)
 
     def park(self, unit: Unit) -> None:
@@ -138,6 +151,13 @@ class ParameterHost:
                 for managed in parameters:
                     # Changes through .data or numpy leave no trace: take it that there were some.
                     self.exposure.keep(managed)
+
+
+def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:
+    """What this rank keeps."""
+    if ranks is None:
+        return ONE_RANK
+    return Sharding(ranks.rank, Partition(ranks.num_ranks, config.partition), config.stage)
 
 
 class HostedExposure(Exposure):

@@ -89,11 +89,27 @@ class Update:
 
     def finish(self, store: BlockStore) -> None:
         store.unhold(self.record.unit.the_block(), dirty=True)
+        updated = {parameter for parameter, _, _ in self._states}
+        for parameter in self.hyperparameters:
+            if parameter not in updated and not self._is_here(parameter):
+                self._states.append((parameter, *self._advance(parameter)))
         for parameter, names, scalars in self._states:
             self.record.started[parameter] = names
             self.record.scalars[parameter] = scalars
             parameter.edited = False
         self.done()
+
+    def _is_here(self, parameter: ManagedParameter) -> bool:
+        return any(segment.parameter is parameter for chunk in self.chunks for segment in chunk.segments)
+
+    def _advance(self, parameter: ManagedParameter) -> tuple[tuple[str, ...], Scalars]:
+        """Count the step of a parameter of which other ranks have all elements: its scalars are the same on all."""
+        nothing = torch.empty(0, dtype=self.record.dtype)
+        known = parameter in self.record.started
+        state = {name: nothing.clone() for name in self.record.state_names[parameter]} if known else {}
+        scalars = copy_scalars(self.record.scalars[parameter]) if known else {}
+        result = self.rule.apply(nothing, nothing.clone(), state, scalars, self.hyperparameters[parameter])
+        return tuple(result), split_state(result, nothing.shape)[1]
 
     def _gradient_of(self, segment: Segment, kept: torch.Tensor | None) -> torch.Tensor | None:
         fresh = self.fresh.part(segment)

@@ -12,14 +12,16 @@ from zero_infinity.errors import UsageError
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.shard.wire import Topic, Wire
 
 
 class RecordKeeper:
     """Access to records between steps, on the computing thread."""
 
-    def __init__(self, residency: Residency, records: dict[Unit, Record]) -> None:
+    def __init__(self, residency: Residency, records: dict[Unit, Record], wire: Wire | None = None) -> None:
         self._residency = residency
         self._records = records
+        self._wire = wire  # to other ranks that have parts of the records
 
     def read_state(self, parameter: ManagedParameter) -> dict[str, Any] | None:
         """The parameter's optimizer state, as the plain optimizer has it; None if there is none yet."""
@@ -31,9 +33,13 @@ class RecordKeeper:
         record = self._records[parameter.unit]
         if name in record.scalars[parameter]:
             return record.scalars[parameter][name]
-        flat = torch.empty(parameter.num_elements, dtype=record.dtype)
+        flat = torch.zeros(parameter.num_elements, dtype=record.dtype)
         for _, segment, slot in self._slots(parameter, name):
             flat[segment.start : segment.stop] = slot
+        if self._wire is not None and len(parameter.unit.owned) < parameter.unit.num_elements:
+            topic = Topic("state gather", parameter.unit.number, f"the optimizer's state of {parameter.name}")
+            self._wire.agree(topic)
+            self._wire.gather(topic, [(flat, parameter.spans)])
         return flat.as_strided(parameter.shape, parameter.stride)
 
     def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:

@@ -36,12 +36,13 @@ _LOOKAHEAD_SHARE = 1 / 2
 
 @dataclass(frozen=True, slots=True)
 class UnitSize:
-    """What a unit takes: its parameters, its whole record and its gradients, in bytes."""
+    """What a unit takes on this rank: its parameters, its record, gradients that are kept and those that arrive."""
 
     name: str
     parameters: int
     record: int
     gradients: int
+    arriving: int  # gradients in memory before they are used or kept
     home: Home | None = None  # when that was decided before
 
     def total(self, chunk_bytes: int) -> int:
@@ -72,7 +73,7 @@ def place(units: Sequence[UnitSize], budget: int, together: Sequence[tuple[str, 
 
     `together`: modules whose parameters are needed all at once, with the bytes of these.
     """
-    gradients = max((u.gradients for u in units), default=0)
+    gradients = max((u.arriving for u in units), default=0)
     if not nvme:
         resident = sum(u.total(_MAX_CHUNK_BYTES) for u in units) + gradients
         if resident > budget:
@@ -86,7 +87,7 @@ def place(units: Sequence[UnitSize], budget: int, together: Sequence[tuple[str, 
     homes = _homes(units, budget)
     resident = sum(u.total(_MIN_CHUNK_BYTES) for u, home in zip(units, homes, strict=True) if home is Home.RAM)
     moving = [u for u, home in zip(units, homes, strict=True) if home is Home.NVME]
-    all_gradients = sum(u.gradients for u in units)
+    all_gradients = sum(u.arriving for u in units)
     set_aside = max(gradients, min(all_gradients, int(budget * _GRADIENT_SHARE)))
     chunk = _chunk_bytes(budget - resident - set_aside)
     everything = sum(u.total(chunk) for u in moving)

@@ -91,7 +91,10 @@ class Reducer:
         self._thread.start()
 
     def submit(
-        self, topic: Topic, units: list[tuple[Unit, Whole, Sequence[ManagedParameter]]], released: Callable[[], None]
+        self,
+        topic: Topic,
+        units: Sequence[tuple[Unit, Whole, Sequence[ManagedParameter]]],
+        released: Callable[[], None],
     ) -> list[Reduced]:
         """Sum these gradients; parameters of a unit that this rank has no gradient of count as zeros.
 

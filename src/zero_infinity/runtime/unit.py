@@ -69,6 +69,12 @@ class ManagedParameter:
         return self.offset + self.num_elements
 
     @property
+    def spans(self) -> list[Span]:
+        """Each rank's part of it, counted from its own first element."""
+        common = [span.overlap(self.offset, self.end) for span in self.unit.spans]
+        return [Span(span.start - self.offset, span.stop - self.offset) for span in common]
+
+    @property
     def version(self) -> int:
         """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
         with torch._C.DisableTorchFunctionSubclass():

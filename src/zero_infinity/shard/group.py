@@ -7,6 +7,9 @@ read when it does not answer, and outcomes that all have to know before anyone g
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -54,6 +57,8 @@ class RankGroup:
         self._members = dist.get_process_group_ranks(group)
         self._store = PrefixStore(f"zero_infinity/{next(_numbers)}", _get_process_group_store(group))
         self._timeout = _timeout_of(group)
+        # Those that share this machine's memory, as torchrun says it.
+        self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = Traffic()
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self._groups: list[ProcessGroup] = []
@@ -103,6 +108,24 @@ class RankGroup:
             return ""
         return ""
 
+    @contextmanager
+    def agreed(self, phase: str) -> Iterator[None]:
+        """Go on after `phase` only when it went well on every rank."""
+        try:
+            yield
+        except Exception as error:
+            self.all_well(phase, error)
+            raise
+        self.all_well(phase, None)
+
+    def all_same(self, what: str, value: str, fix: str) -> None:
+        """Raise when ranks differ in `what`."""
+        self._store.set(f"{what}/{self.rank}", value)
+        found = [self._told(what, rank) for rank in range(self.num_ranks)]
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise UsageError(f"rank {rank} differs from rank 0 in {what}: {other} and {found[0]}\n  fix:   {fix}")
+
     def all_well(self, phase: str, error: Exception | None) -> None:
         """Tell the others how `phase` went here, and raise when it failed anywhere."""
         try:
@@ -112,14 +135,17 @@ class RankGroup:
         if error is not None:
             raise error
         for rank in range(self.num_ranks):
-            key = f"{phase}/{rank}"
-            try:
-                self._store.wait([key], self._timeout)
-                outcome = self._store.get(key).decode()
-            except RuntimeError as lost:
-                raise LostRankError(f"rank {rank} did not get through {phase} ({lost})") from lost
+            outcome = self._told(phase, rank)
             if outcome:
                 raise RankError(f"rank {rank} failed in {phase}: {outcome}")
+
+    def _told(self, phase: str, rank: int) -> str:
+        key = f"{phase}/{rank}"
+        try:
+            self._store.wait([key], self._timeout)
+            return str(self._store.get(key).decode())
+        except RuntimeError as lost:
+            raise LostRankError(f"rank {rank} did not get through {phase} ({lost})") from lost
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

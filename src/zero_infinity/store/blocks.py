@@ -208,6 +208,22 @@ class BlockStore:
         with self._changed:
             self._begin(block, Use.READ)
 
+    def claim(self, block: Block) -> Turn:
+        """As `hold`, for a worker beside the one whose holds end in their order: its own turn, for `in_turn`."""
+        with self._changed:
+            return self._begin(block, Use.CHANGE, claimed=True)
+
+    @contextmanager
+    def in_turn(self, block: Block, turn: Turn) -> Iterator[torch.Tensor]:
+        """The bytes of a claimed block, to change in place when all who were before are done; ends the turn."""
+        try:
+            self._wait(block, lambda b: self._may_use(b, turn))
+            with self._using(block) as memory:
+                yield memory
+        finally:
+            with self._changed:
+                self._end(block, turn, dirty=True)
+
     def changeable(self, block: Block) -> bool:
         """Whether `changing` would not wait."""
         with self._changed:

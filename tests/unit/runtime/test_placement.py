@@ -15,7 +15,7 @@ MIB = 2**20
 
 def adam(name: str, parameters: int) -> UnitSize:
     """What a unit takes with AdamW in float32."""
-    return UnitSize(name, parameters, 2 * parameters, parameters)
+    return UnitSize(name, parameters, 2 * parameters, parameters, parameters)
 
 
 def least(units: list[UnitSize], together: list[tuple[str, int]], *, nvme: bool) -> int:
@@ -46,6 +46,7 @@ sizes = st.builds(
     parameters=st.integers(1, 64 * MIB),
     record=st.integers(0, 128 * MIB),
     gradients=st.integers(0, 64 * MIB),
+    arriving=st.integers(0, 64 * MIB),
 )
 
 
@@ -56,7 +57,7 @@ def test_the_parts_are_never_more_than_the_whole(units: list[UnitSize], extra: i
     assert found.needed <= budget
     assert 0 <= found.lookahead <= found.cache
     assert found.resident >= 0
-    assert found.set_aside >= max(unit.gradients for unit in units)
+    assert found.set_aside >= max(unit.arriving for unit in units)
     assert found.chunk_bytes > 0
     assert found.swap == 0 if not nvme else found.swap >= 0
 
@@ -100,7 +101,7 @@ def test_small_units_stay_while_they_are_a_sliver() -> None:
 
 
 def test_a_home_that_was_decided_before_is_kept() -> None:
-    decided = UnitSize("norm", 4096, 8192, 4096, home=Home.NVME)
+    decided = UnitSize("norm", 4096, 8192, 4096, 4096, home=Home.NVME)
     assert place([decided, adam("matrix", 64 * MIB)], 512 * MIB, [], nvme=True).homes == (Home.NVME, Home.NVME)
 
 
