@@ -21,7 +21,10 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.errors import CapacityError as CapacityError
     from zero_infinity.errors import ConfigError as ConfigError
     from zero_infinity.errors import CorruptionError as CorruptionError
+    from zero_infinity.errors import DivergenceError as DivergenceError
     from zero_infinity.errors import EngineClosedError as EngineClosedError
+    from zero_infinity.errors import LostRankError as LostRankError
+    from zero_infinity.errors import RankError as RankError
     from zero_infinity.errors import StorageError as StorageError
     from zero_infinity.errors import SwapSpaceError as SwapSpaceError
     from zero_infinity.errors import TornStepError as TornStepError
@@ -37,8 +40,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "api": "clip_grad_norm_ gathered init prepare stats synchronize",
     "config": "Config ConfigWarning",
-    "errors": "CapacityError ConfigError CorruptionError EngineClosedError StorageError SwapSpaceError "
-    "TornStepError TransferError UsageError ZeroInfinityError",
+    "errors": "CapacityError ConfigError CorruptionError DivergenceError EngineClosedError LostRankError RankError "
+    "StorageError SwapSpaceError TornStepError TransferError UsageError ZeroInfinityError",
     "runtime.accelerator": "EmulatedAccelerator",
     "runtime.stats": "Stats",
 }

@@ -61,12 +61,13 @@ def prepare(
 
 
 @contextmanager
-def init(config: Config | None = None) -> Iterator[None]:
+def init(config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
     """Inside, models are built with their parameters on the tiers of `config`: they never exist whole in memory.
 
     Values are those of a plain construction with the same seed. Give the same config to `prepare` afterwards.
+    Of the ranks of `group` (or of the default group) each keeps its part; all have to seed alike.
     """
-    construction = Construction(config or Config())
+    construction = Construction(config or Config(), find_group(group))
     handles = (
         register_module_parameter_registration_hook(construction),
         register_module_module_registration_hook(construction.registered),

@@ -69,3 +69,18 @@ def train(
     stats = zi.stats(model)
     result["peak"], result["budget"] = stats.memory_peak, stats.memory_budget
     return result
+
+
+def build(rank: int, num_ranks: int, settings: dict[str, Any], depth: int = 4) -> dict[str, Any]:
+    """Build the MLP inside zi.init, train it, and say what was held."""
+    small_blocks()
+    config = zi.Config(**settings)
+    with zi.init(config):
+        model = mlp(depth)
+    built = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = zi.prepare(model, adamw(model), config)
+    for step in range(3):
+        loss_of(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**states(model, optimizer), "built": built, "stats": zi.stats(model)}

@@ -8,20 +8,27 @@ through the safety net, so that the values are those of a plain construction wit
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import nn
 
 from zero_infinity.config import Config
 from zero_infinity.errors import CapacityError
 from zero_infinity.runtime import hooks, parked
+from zero_infinity.runtime.accelerator import CpuPlace
 from zero_infinity.runtime.host import ParameterHost
 from zero_infinity.runtime.placement import home_while_building
+from zero_infinity.runtime.sources import ComputeCache
 from zero_infinity.runtime.unit import ManagedParameter, make_unit, manageable
+from zero_infinity.shard.group import RankGroup
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
 from zero_infinity.store.heap import trim_heap
 from zero_infinity.units import format_bytes, suggest_bytes
 
+# Whole units may take this part of the memory while a model is built that ranks store in parts.
+_GATHER_SHARE = 1 / 4
 # Constructions that are under way, the innermost last: only that one takes parameters.
 _under_way: list[Construction] = []
 
@@ -29,8 +36,9 @@ _under_way: list[Construction] = []
 class Construction:
     """Moves parameters into a host while a model is built. Also the hook that torch calls at each registration."""
 
-    def __init__(self, config: Config) -> None:
-        self._host = ParameterHost(config)
+    def __init__(self, config: Config, ranks: RankGroup | None) -> None:
+        self._host = ParameterHost(config, ranks)
+        self._cache: ComputeCache | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._resident_bytes = 0
         self._untrimmed_bytes = 0
@@ -38,10 +46,34 @@ class Construction:
     def begin(self) -> None:
         _under_way.append(self)
         self._host.exposure.on_copy = self._copied
+        ranks = self._host.ranks
+        if ranks is not None:
+            # Each rank makes every value and keeps its part: so all have to draw the same.
+            ranks.all_same(
+                "the random state before zi.init", _random_state(), "torch.manual_seed(...) alike on every rank"
+            )
+            if self._host.sharding.stage == 3:
+                self._cache = self._make_cache(ranks)
 
     def end(self) -> None:
         _under_way.remove(self)
         self._host.exposure.on_copy = lambda *_: None
+
+    def _make_cache(self, ranks: RankGroup) -> ComputeCache:
+        """Whole units, for constructors that look at a layer after it was cut into parts."""
+        budget = int(self._host.store.pool.budget * _GATHER_SHARE)
+        self._host.store.pool.charge(budget)
+        cache = ComputeCache(self._host.residency, CpuPlace(budget), budget, 0, ranks.wire("construction"))
+        self._host.source = cache
+        self._host.closers.append(cache.copier.close)
+
+        def end() -> None:
+            cache.copier.close()
+            self._host.store.pool.discharge(budget)
+            self._host.end_construction = lambda: None
+
+        self._host.end_construction = end
+        return cache
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or _under_way[-1] is not self or parked.managed(parameter) is not None:
@@ -72,6 +104,10 @@ class Construction:
         noted, self._open = self._open, {}
         for module, parameters in noted.items():
             self._close(module, parameters)
+        if self._host.ranks is not None:
+            self._host.ranks.all_same(
+                "the random state after zi.init", _random_state(), "build the same model on every rank"
+            )
 
     def _close(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
@@ -88,7 +124,16 @@ class Construction:
         self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
-        unit = make_unit(name, members, dtype=dtype, compute_dtype=dtype, device=torch.device("cpu"))
+        unit = make_unit(
+            name,
+            members,
+            dtype=dtype,
+            compute_dtype=dtype,
+            device=torch.device("cpu"),
+            number=self._host.num_units,
+            sharding=self._host.sharding,
+        )
+        self._host.num_units += 1
         nvme, budget = bool(self._host.config.nvme), self._host.store.pool.budget
         size = round_up(unit.stored_bytes)
         home = home_while_building(unit.stored_bytes, self._resident_bytes, budget, nvme=nvme)
@@ -98,11 +143,17 @@ class Construction:
             self._resident_bytes += size
             self._host.residency.limit(budget - self._resident_bytes, 0)
         self._host.add(unit, home)
+        if self._cache is not None:
+            self._cache.add(unit)
         self._host.move_in(unit)
         self._untrimmed_bytes += size
         if self._untrimmed_bytes > budget // 4:
             trim_heap()
             self._untrimmed_bytes = 0
+
+
+def _random_state() -> str:
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
 
 
 def _too_large(

@@ -135,7 +135,7 @@ class TrainingEngine:
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
         budget = self.store.pool.budget
         self._bucket_bytes = _bucket_bytes(budget) if self.ranks is not None else 0
-        copies = 0 if accelerator is not None else _copy_budget(self.units, together, budget)
+        copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, budget)
         if accelerator is not None:
             check_room(together, config.device_memory or accelerator.budget)
         at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
@@ -151,6 +151,7 @@ class TrainingEngine:
         self._wire = self._make_wire(model)
         self._cache = self._make_cache(copies)
         new_units = [unit for unit in self.units if unit.block is None]
+        self._change_source([unit for unit in (*self.units, *replaced) if unit.block is not None])
         for unit, home in zip(self.units, self.placement.homes, strict=True):
             if unit.block is None:
                 self.host.add(unit, home)
@@ -220,6 +221,7 @@ class TrainingEngine:
 
     def _divide(self, placement: Placement, copies: int) -> None:
         """Set apart what is not for the cache, and reserve room on NVMe."""
+        self.host.end_construction()
         self.residency.limit(placement.cache, placement.lookahead)
         self.store.pool.charge(placement.set_aside + copies + 2 * self._bucket_bytes)
         self.store.reserve(placement.swap)
@@ -228,7 +230,6 @@ class TrainingEngine:
         """The computing thread's own wire to the other ranks; they start with the values of the first."""
         if self.ranks is None:
             return None
-        self.host.closers.append(self.ranks.close)
         self.ranks.names.update({unit.number: unit.name for unit in self.units})
         wire = self.ranks.wire("steps")
         topic = Topic("start", _START, "the values to start with")
@@ -311,10 +312,7 @@ class TrainingEngine:
 
     def _watch(self, model: nn.Module, owners: Owners) -> None:
         """From here on, see every read, change and gradient."""
-        for unit in self.units:
-            if self._cache is not None and (self._accelerator is not None or _is_copied(unit)):
-                self._cache.add(unit)
-                unit.source = self._cache
+        self._change_source([unit for unit in self.units if unit.source is not self._cache])
         self.host.training = self
         self.host.exposure.on_read = self.gradients.on_read
         self.host.exposure.on_edit = self._edited
@@ -329,6 +327,13 @@ class TrainingEngine:
             model.register_forward_pre_hook(CastInputs(computed.pop()), prepend=True, with_kwargs=True)
         if self.loss_scale is not None:
             model.register_forward_hook(ScaleOutputs(self.loss_scale))
+
+    def _change_source(self, units: Iterable[Unit]) -> None:
+        """Let modules see copies of those that they cannot see as they are stored."""
+        for unit in units:
+            if self._cache is not None and (self._accelerator is not None or _is_copied(unit)):
+                self._cache.add(unit)
+                unit.source = self._cache
 
     def _edited(self, managed: ManagedParameter, flat: torch.Tensor) -> None:
         if managed.unit in self.records and managed.group is not None:
@@ -488,6 +493,7 @@ class TrainingEngine:
         """What is held and what was done so far."""
         counters = self.store.engine.counters() if self.store.engine is not None else None
         self.store.pool.collect()
+        sent, calls = self.ranks.traffic.snapshot() if self.ranks is not None else ({}, {})
         return Stats(
             num_steps=self._num_steps,
             num_parameters=sum(p.num_elements for p in self._managed.values()),
@@ -504,6 +510,13 @@ class TrainingEngine:
             io_busy_seconds=counters.busy_seconds if counters else 0.0,
             num_deviations=self.residency.policy.num_deviations,
             pending_updates=self._updater.num_pending,
+            parameter_bytes=sum(size.parameters for size in self._sizes),
+            gradient_bytes=sum(size.gradients for size in self._sizes),
+            optimizer_bytes=sum(size.record for size in self._sizes),
+            bucket_bytes=2 * self._bucket_bytes,
+            copy_bytes=self._copy_bytes,
+            sent_bytes=sent,
+            num_exchanges=calls,
         )
 
 

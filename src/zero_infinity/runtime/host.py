@@ -60,8 +60,11 @@ class ParameterHost:
         self.exposure = HostedExposure(self)
         self.units: list[Unit] = []
         self.training: Training | None = None  # set when the model is prepared
+        self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
+        if ranks is not None:
+            self.closers.append(ranks.close)
         weakref.finalize(self, _close_apart, self.closers).atexit = False
         _alive.add(self)
 
@@ -158,6 +161,10 @@ def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:
     if ranks is None:
         return ONE_RANK
     return Sharding(ranks.rank, Partition(ranks.num_ranks, config.partition), config.stage)
+
+
+def _nothing() -> None:
+    return None
 
 
 class HostedExposure(Exposure):

@@ -24,3 +24,12 @@ class Stats:
     io_busy_seconds: float  # time with at least one request at a drive
     num_deviations: int  # accesses that came in another order than recorded
     pending_updates: int  # updates that the worker has not finished yet
+    # What this rank has at home, by kind, and what it sets aside for exchanges.
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    bucket_bytes: int
+    copy_bytes: int  # room for copies of parameters where they are computed
+    # What this rank has sent to others, and in how many exchanges, by kind. Empty on one rank.
+    sent_bytes: dict[str, int]
+    num_exchanges: dict[str, int]
