@@ -65,6 +65,8 @@ class RankError(ZeroInfinityError, RuntimeError):
 class DivergenceError(RankError):
     """Ranks want different things."""
 
+    wanted: tuple[int, ...] = ()  # what, by rank
+
 
 class LostRankError(RankError):
     """A rank is gone, or did not answer in time."""

@@ -84,3 +84,117 @@ def build(rank: int, num_ranks: int, settings: dict[str, Any], depth: int = 4) -
         optimizer.step()
         optimizer.zero_grad()
     return {**states(model, optimizer), "built": built, "stats": zi.stats(model)}
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """Each row goes to the expert that its router likes best; an expert without rows is not called."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(num_experts))
+        self.offered = num_experts
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        weights = self.router(normed).softmax(-1)
+        result = x.clone()
+        for number, expert in enumerate(self.experts):
+            rows = (chosen % self.offered == number).nonzero().flatten()
+            if len(rows):
+                result = result.index_add(0, rows, expert(normed[rows]) * weights[rows, number, None])
+        return result
+
+
+class MixtureModel(nn.Module):
+    def __init__(self, width: int = 24, num_layers: int = 3, num_experts: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture(width, num_experts) for _ in range(num_layers))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, chosen)
+        return self.head(x)
+
+
+def routed(step: int, part: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and the experts they want: other ones on each rank ("apart"), or at first the same on all ("later")."""
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(100 * step + part))
+    if kind == "apart":
+        chosen = torch.tensor([part, part, part + 1, part, part + 1, part])
+    elif step < 3:
+        chosen = torch.arange(6)
+    else:
+        chosen = torch.arange(6) // (2 + part) + step
+    return x, chosen
+
+
+def train_mixture(rank: int, num_ranks: int, settings: dict[str, Any], kind: str, num_steps: int = 6) -> dict[str, Any]:
+    small_blocks()
+    torch.manual_seed(0)
+    model = MixtureModel()
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
+    for step in range(num_steps):
+        x, chosen = routed(step, rank, kind)
+        (model(x, chosen) - 0.5).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return states(model, optimizer)
+
+
+def plain_mixture(num_ranks: int, kind: str, num_steps: int = 6) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = MixtureModel()
+    optimizer = adamw(model)
+    for step in range(num_steps):
+        losses = []
+        for part in range(num_ranks):
+            x, chosen = routed(step, part, kind)
+            losses.append((model(x, chosen) - 0.5).square().mean())
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return states(model, optimizer)
+
+
+def train_mixtures(rank: int, num_ranks: int, settings: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [train_mixture(rank, num_ranks, one, kind) for one in settings]
+
+
+class Chain(nn.Module):
+    """Layers one after the other, with a residual path around each."""
+
+    def __init__(self, width: int = 24, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Expert(width) for _ in range(depth))
+        self.left_out: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != self.left_out:
+                x = x + layer(x)
+        return x
+
+
+def leave_out_a_layer(rank: int, stage: int, left_out: int) -> None:
+    small_blocks()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), Chain())
+    if rank == 1:
+        model[1].left_out = left_out
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB", stage=stage))
+    for step in range(3):
+        model(batch(step, rank, width=24)).square().mean().backward()
+        optimizer.step()

@@ -22,6 +22,7 @@ from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace, Place
+from zero_infinity.runtime.alternatives import Watch
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
 from zero_infinity.runtime.host import ParameterHost, host_of, sharding_of
@@ -54,8 +55,8 @@ _GATHER_SHARE = 1 / 4
 _BUCKETS_IN_MEMORY = 64
 _MIN_BUCKET_BYTES = 64 << 10
 _MAX_BUCKET_BYTES = 4 << 20
-# A topic that is no unit's.
-_START = -10
+# Topics that are no unit's.
+_START, _LAYERS = -10, -11
 # Copies are made ahead as far as this part of their room reaches.
 _LOOKAHEAD_SHARE = 1 / 3
 
@@ -298,7 +299,7 @@ class TrainingEngine:
 
     def _write_masters(self, unit: Unit) -> None:
         record = self.records.get(unit)
-        if record is not None:
+        if record is not None and record.has_master:
             for managed in record.state_names:
                 self.keeper.write_master(managed, managed.parameter.detach())
 
@@ -321,12 +322,45 @@ class TrainingEngine:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
         hooks.attach(model, self.host.exposure, owners)
+        self._watch_alternatives(model, owners)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
         computed = {u.compute_dtype for u in self.units}
         if len(computed) == 1 and (self.config.param_dtype or self.config.compute_dtype):
             model.register_forward_pre_hook(CastInputs(computed.pop()), prepend=True, with_kwargs=True)
         if self.loss_scale is not None:
             model.register_forward_hook(ScaleOutputs(self.loss_scale))
+
+    def _watch_alternatives(self, model: nn.Module, owners: Owners) -> None:
+        """Find out which layers are called by every rank, and which each rank chooses from."""
+        wire, gradients, cache = self._wire, self.gradients, self._cache
+        if wire is None or not isinstance(gradients, ShardedGradients):
+            return
+        watch = Watch(model, owners)
+        by_number = {unit.number: unit for unit in self.units}
+        is_gathered = cache is not None and self._sharding.stage == 3
+
+        def classify() -> Collection[Unit]:
+            seen = wire.agree(Topic("layers", _LAYERS, "the first gradient"), watch.evidence())
+            found = watch.end(seen)
+            if cache is not None:
+                cache.on_mismatch = lambda _: None
+                for container in found if is_gathered else ():
+                    cache.join(container.name, container.units)
+            return {unit for container in found for unit in container.units}
+
+        def resolve(wanted: Sequence[int]) -> tuple[str, Sequence[Unit]] | None:
+            for number in sorted(set(wanted)):
+                joined = cache.group_of(number) if cache is not None else None
+                container = watch.innermost(by_number[number]) if number in by_number else None
+                if joined is not None:
+                    return joined
+                if container is not None and container.may_be_chosen_from:
+                    return container.name, container.units
+            return None
+
+        gradients.find_late_units = classify
+        if cache is not None and is_gathered:
+            cache.on_mismatch = resolve
 
     def _change_source(self, units: Iterable[Unit]) -> None:
         """Let modules see copies of those that they cannot see as they are stored."""

@@ -63,8 +63,6 @@ class ParameterHost:
         self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
-        if ranks is not None:
-            self.closers.append(ranks.close)
         weakref.finalize(self, _close_apart, self.closers).atexit = False
         _alive.add(self)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch.optim import Optimizer
 
-from zero_infinity.errors import UsageError
+from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
@@ -78,12 +78,18 @@ class ShardedGradients(Gradients):
         self._unsummed: set[ManagedParameter] = set()  # whose retained gradients are this rank's alone
         self._held: dict[Unit, Reduced] = {}  # sums that had to wait for step()
         self._squares: dict[Segment, float] | None = {} if norms else None
+        # Units that not every rank uses, found out before the first sum: they are summed when backward is over.
+        self.find_late_units: Callable[[], Collection[Unit]] | None = None
+        self._late: Collection[Unit] = ()
         self._submitted_bytes = 0  # of gradients that are being summed
         self._released = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ taking in
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        if self.find_late_units is not None:
+            find, self.find_late_units = self.find_late_units, None
+            self._late = find()
         unit = parameter.unit
         flat = self._flat(parameter, gradient)
         if self._keeps_whole and not self._may_update_early(unit):
@@ -107,10 +113,15 @@ class ShardedGradients(Gradients):
 
     def _is_complete(self, unit: Unit) -> bool:
         """Whether all gradients that are expected of this backward are there."""
+        if unit in self._late:
+            return False
         if self._keeps_whole:
             return self._has_fired(unit)
         trained = [p for p in self._records[unit].state_names if p.parameter.requires_grad]
         return len(self._collected[unit]) == len(trained)
+
+    def _may_update_early(self, unit: Unit) -> bool:
+        return unit not in self._late and super()._may_update_early(unit)
 
     def _backward_done(self) -> None:
         super()._backward_done()
@@ -126,8 +137,11 @@ class ShardedGradients(Gradients):
         said = self._wire.agree(Topic("gradients", _LEFT_OVER, "the end of backward or optimizer.step()"), words)
         wanted: dict[Unit, list[ManagedParameter]] = {}
         for number, parameter in enumerate(self._parameters):
-            if any(words[number // _BITS] >> (number % _BITS) & 1 for words in said):
+            has = [bool(words[number // _BITS] >> (number % _BITS) & 1) for words in said]
+            if any(has):
                 wanted.setdefault(parameter.unit, []).append(parameter)
+                if not all(has) and parameter.unit not in self._late:
+                    raise _parted(parameter, has)
         if wanted and self._keeps_whole:
             # One by one: all of them together may be more than there is room for.
             for unit in self._in_order(wanted):
@@ -294,8 +308,24 @@ class ShardedGradients(Gradients):
                     self._residency.store.mark_dirty(chunk.gradient)
         self._retained.add(parameter)
 
+    def _in_order(self, units: Collection[Unit]) -> list[Unit]:
+        """As the model lists them: what was read, and when, may differ between ranks."""
+        return [unit for unit in self._records if unit in units]
+
     def _keeps_everything(self, unit: Unit) -> bool:
         return len(unit.owned) == unit.num_elements
+
+
+def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
+    with_it, without = ([rank for rank, one in enumerate(has) if one is wanted] for wanted in (True, False))
+    return DivergenceError(
+        f"ranks have parted: {parameter.name!r} has a gradient on {_listed(with_it)} and none on {_listed(without)}\n"
+        "  fix:   let every rank use the same layers; those that a rank may choose from belong in one nn.ModuleList"
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _rows(matrix: torch.Tensor) -> Sequence[Span]:

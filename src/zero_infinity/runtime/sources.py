@@ -20,16 +20,19 @@ from typing import Protocol
 
 import torch
 
-from zero_infinity.errors import CapacityError
+from zero_infinity.errors import CapacityError, DivergenceError, again
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.accelerator import Memory, Place
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
-from zero_infinity.schedule.policy import NoRoomError, Policy
+from zero_infinity.schedule.policy import Decision, NoRoomError, Policy
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes
+
+# Numbers of groups of several units are apart from those of units.
+_JOINED = 1 << 32
 
 
 class Source(Protocol):
@@ -118,6 +121,18 @@ class _Copy:
         return self.memory.tensor()[: _copy_bytes(self.unit)].view(self.unit.compute_dtype)
 
 
+class _Group:
+    """Units that are copied together: mostly one."""
+
+    __slots__ = ("key", "name", "number", "units")
+
+    def __init__(self, key: int, number: int, name: str, units: Sequence[Unit]) -> None:
+        self.key = key
+        self.number = number  # the same on every rank
+        self.name = name
+        self.units = units
+
+
 class ComputeCache:
     """Copies of units at a place, under a byte budget."""
 
@@ -125,61 +140,107 @@ class ComputeCache:
         self, residency: Residency, place: Place, budget: int, lookahead: int, wire: Wire | None = None
     ) -> None:
         self.copier = Copier(residency.store, place, wire)
+        # Asked when ranks want different units: units that all of them are to gather instead, if there are any.
+        self.on_mismatch: Callable[[Sequence[int]], tuple[str, Sequence[Unit]] | None] = lambda _: None
         self._residency = residency
         self._is_shared = wire is not None
         self._last_key: int | None = None  # of the last access
-        self._policy = Policy(budget, lookahead, self._in_use)
-        self._units: dict[int, Unit] = {}
-        self._copies: dict[int, _Copy] = {}
+        # An update is each rank's own affair, in its own time; copies for the next cycle come after all of them.
+        self._policy = Policy(budget, lookahead, self._in_use, wraps=not self._is_shared)
+        self._groups: dict[int, _Group] = {}  # by key
+        self._group_of: dict[Unit, _Group] = {}
+        self._copies: dict[int, dict[Unit, _Copy]] = {}  # by key of their group
+        self._outdated: set[int] = set()
         self._pins: Counter[int] = Counter()
         self._lock = threading.RLock()
 
     def add(self, unit: Unit) -> None:
-        self._units[_key(unit)] = unit
-        self._policy.add(_key(unit), copy_size(unit))
+        self._add(_Group(unit.the_block().key, unit.number, unit.name, [unit]))
+
+    def join(self, name: str, units: Sequence[Unit]) -> None:
+        """From now on these units are copied together, whichever is asked for."""
+        with self._lock:
+            known = [self._group_of[unit] for unit in units]
+            if len(set(known)) == 1:
+                return
+            for group in dict.fromkeys(known):
+                self._policy.forget(group.key)
+                self._drop(group.key)
+            self._add(_Group(known[0].key, _JOINED + known[0].number, name, list(units)))
+
+    def group_of(self, number: int) -> tuple[str, Sequence[Unit]] | None:
+        """Units that are copied together under this number."""
+        found = (group for group in self._groups.values() if group.number == number and len(group.units) > 1)
+        return next(((group.name, group.units) for group in found), None)
+
+    def _add(self, group: _Group) -> None:
+        self._groups[group.key] = group
+        self._group_of.update(dict.fromkeys(group.units, group))
+        self._policy.add(group.key, sum(copy_size(unit) for unit in group.units))
 
     # ------------------------------------------------------------------ the computing thread
 
     def acquire(self, unit: Unit) -> torch.Tensor:
+        while True:
+            try:
+                return self._acquire(unit)
+            except DivergenceError as divergence:
+                joined = self.on_mismatch(divergence.wanted)
+                if joined is None:
+                    raise
+                # Each rank has made room for another unit: now all have the same copies, and the same record, again.
+                self._forget_all()
+                self._policy.retract()
+                name, units = joined
+                self.join(name, units)
+                if self._group_of[unit] is not self._group_of[units[0]]:
+                    self._acquire(units[0])
+
+    def _acquire(self, unit: Unit) -> torch.Tensor:
         with self._lock:
-            if not self._is_last(unit):
-                self._access(unit)
-            copy = self._copies[_key(unit)]
+            group = self._group_of[unit]
+            if not self._is_last(group):
+                self._access(group)
+            copy = self._copies[group.key][unit]
         if not copy.ready.is_set():
             start = time.perf_counter()
             with through():
                 copy.ready.wait()
             self._residency.waited_seconds += time.perf_counter() - start
         if copy.error is not None:
-            raise copy.error
+            raise again(copy.error)
         if copy.make_safe is not None:
             copy.make_safe()
         return copy.flat()
 
-    def _access(self, unit: Unit) -> None:
+    def _access(self, group: _Group) -> None:
         try:
-            decision = self._policy.access(_key(unit))
+            decision = self._policy.access(group.key)
         except NoRoomError as error:
-            raise _no_room(unit, error) from None
-        self._last_key = _key(unit)
+            raise _no_room(group.name, error) from None
+        self._last_key = group.key
+        self._carry_out(decision)
+
+    def _carry_out(self, decision: Decision) -> None:
         for key in decision.evict:
             self._drop(key)
         for key in decision.fetch:
-            self._fetch(self._units[key])
+            self._fetch(self._groups[key])
 
-    def _is_last(self, unit: Unit) -> bool:
-        """Whether it is used again, and by nobody else meanwhile: how often may differ between ranks."""
-        return self._is_shared and self._last_key == _key(unit) and _key(unit) in self._copies
+    def _is_last(self, group: _Group) -> bool:
+        """Whether it is used again, and nothing else meanwhile: how often may differ between ranks."""
+        return self._is_shared and self._last_key == group.key and group.key in self._copies
 
     def current(self, unit: Unit) -> bool:
-        copy = self._copies.get(_key(unit))
-        return copy is not None and copy.ready.is_set() and (not self._is_shared or self._is_last(unit))
+        group = self._group_of[unit]
+        copy = self._copies.get(group.key, {}).get(unit)
+        return copy is not None and copy.ready.is_set() and (not self._is_shared or self._is_last(group))
 
     def pin(self, unit: Unit) -> None:
-        self._pins[_key(unit)] += 1
+        self._pins[self._group_of[unit].key] += 1
 
     def unpin(self, unit: Unit) -> None:
-        self._pins[_key(unit)] -= 1
+        self._pins[self._group_of[unit].key] -= 1
 
     def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         unit = parameter.unit
@@ -190,40 +251,66 @@ class ComputeCache:
             part.copy_(part.to(unit.dtype))
 
     def may_change(self, unit: Unit) -> None:
-        self._copies[_key(unit)].written = True
+        self._copies[self._group_of[unit].key][unit].written = True
 
     def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - the update does not touch copies
         return False
 
     def updated(self, unit: Unit) -> None:
         with self._lock:
-            self._policy.forget(_key(unit))
-            self._drop(_key(unit))
+            group = self._group_of[unit]
+            if self._is_shared:
+                # It is not read again in this cycle, on no rank. What was written to it counts before the update.
+                self._take_home(self._copies.get(group.key, {}).values())
+                self._outdated.add(group.key)
+            else:
+                self._policy.forget(group.key)
+                self._drop(group.key)
 
     def end_cycle(self, *, same_order: bool) -> None:
         with self._lock:
-            self._policy.end_cycle(same_order=same_order)
+            for key in sorted(self._outdated):
+                self._policy.forget(key)
+                self._drop(key)
+            self._outdated.clear()
+            self._last_key = None
+            # Which updates come early may differ between ranks, and changes nothing about the order of these accesses.
+            self._policy.end_cycle(same_order=same_order or self._is_shared)
+            if self._is_shared:
+                self._carry_out(self._policy.look_ahead())
 
     def _in_use(self, key: int) -> bool:
         if self._pins[key] or self._is_shared:
             return self._pins[key] > 0
-        memory = self._copies[key].memory
-        return memory is not None and memory.leases > 0
+        memories = (copy.memory for copy in self._copies[key].values())
+        return any(memory is not None and memory.leases > 0 for memory in memories)
 
-    def _fetch(self, unit: Unit) -> None:
-        copy = self._copies[_key(unit)] = _Copy(unit)
-        block = unit.the_block()
-        self._residency.access(block)
-        self._residency.store.hold_to_read(block)
-        self.copier.submit(copy)
+    def _fetch(self, group: _Group) -> None:
+        copies = self._copies[group.key] = {unit: _Copy(unit) for unit in group.units}
+        for unit in group.units:
+            self._residency.access(unit.the_block())
+            self._residency.store.hold_to_read(unit.the_block())
+        self.copier.submit(group, list(copies.values()))
 
     def _drop(self, key: int) -> None:
-        copy = self._copies.pop(key, None)
-        if copy is None:
-            return
-        if copy.written:
-            self._write_home(copy.unit, copy.flat())
-        self.copier.drop(copy)
+        copies = self._copies.pop(key, {}).values()
+        self._take_home(copies)
+        for copy in copies:
+            self.copier.drop(copy)
+
+    def _take_home(self, copies: Iterable[_Copy]) -> None:
+        for copy in copies:
+            if copy.written:
+                self._write_home(copy.unit, copy.flat())
+                copy.written = False
+
+    def _forget_all(self) -> None:
+        """Drop every copy that nothing pins."""
+        with self._lock:
+            for key in [key for key in self._copies if not self._pins[key]]:
+                self._policy.forget(key)
+                self._drop(key)
+            self._last_key = None
 
     def _write_home(self, unit: Unit, flat: torch.Tensor) -> None:
         block = unit.the_block()
@@ -243,12 +330,12 @@ class Copier:
         self._wire = wire
         self._store = store
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[_Group, list[_Copy]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
         self._thread.start()
 
-    def submit(self, copy: _Copy) -> None:
-        self._tasks.put(copy)
+    def submit(self, group: _Group, copies: list[_Copy]) -> None:
+        self._tasks.put((group, copies))
 
     def drop(self, copy: _Copy) -> None:
         """Nobody needs the copy any more."""
@@ -266,42 +353,52 @@ class Copier:
 
     def _work(self) -> None:
         torch.set_num_threads(1)
-        while (copy := self._tasks.get()) is not None:
+        while (task := self._tasks.get()) is not None:
+            group, copies = task
             try:
-                self._make(copy)
+                self._make(group, copies)
             except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
-                copy.error = error
+                for copy in copies:
+                    copy.error = error.with_traceback(None)  # its frames hold the copies, and their memory
             with self._lock:
-                copy.ready.set()
-                if copy.dropped and copy.memory is not None:
-                    copy.memory.release()
-            del copy
+                for copy in copies:
+                    copy.ready.set()
+                    if copy.dropped and copy.memory is not None:
+                        copy.memory.release()
+            del task, group, copies, copy
 
-    def _make(self, copy: _Copy) -> None:
-        unit = copy.unit
-        if not copy.dropped or self._wire is not None:
-            copy.memory = self.place.allocate(_copy_bytes(unit))
-        with self._store.reading(unit.the_block()) as memory, torch.no_grad():
+    def _make(self, group: _Group, copies: list[_Copy]) -> None:
+        with torch.no_grad():
             if self._wire is not None:
-                self._gather(self._wire, copy, memory.view(unit.dtype))
-            elif copy.memory is not None:
-                copy.make_safe = self.place.upload(memory.view(unit.dtype), copy.flat())
+                self._gather(self._wire, group, copies)
+                return
+            for copy in copies:
+                unit = copy.unit
+                if not copy.dropped:
+                    copy.memory = self.place.allocate(_copy_bytes(unit))
+                with self._store.reading(unit.the_block()) as memory:
+                    if copy.memory is not None:
+                        copy.make_safe = self.place.upload(memory.view(unit.dtype), copy.flat())
 
-    def _gather(self, wire: Wire, copy: _Copy, stored: torch.Tensor) -> None:
-        unit, flat = copy.unit, copy.flat()
-        whole = flat
-        if unit.dtype != unit.compute_dtype:
-            whole = torch.empty(unit.num_elements, dtype=unit.dtype, device=flat.device)
-        self.place.upload(stored[: len(unit.stored)], whole[unit.stored.start : unit.stored.stop])()
-        topic = Topic("parameter gather", unit.number, unit.name)
+    def _gather(self, wire: Wire, group: _Group, copies: list[_Copy]) -> None:
+        """Also copies that are not wanted any more: the other ranks count on it."""
+        wholes = []
+        for copy in copies:
+            unit = copy.unit
+            with self._store.reading(unit.the_block()) as memory:
+                copy.memory = self.place.allocate(_copy_bytes(unit))
+                whole = copy.flat()
+                if unit.dtype != unit.compute_dtype:
+                    whole = torch.empty(unit.num_elements, dtype=unit.dtype, device=whole.device)
+                stored = memory.view(unit.dtype)[: len(unit.stored)]
+                self.place.upload(stored, whole[unit.stored.start : unit.stored.stop])()
+                wholes.append((whole, unit.spans))
+        topic = Topic("parameter gather", group.number, group.name)
         wire.agree(topic)
-        wire.gather(topic, [(whole, unit.spans)])
-        if whole is not flat:
-            flat.copy_(whole)
-
-
-def _key(unit: Unit) -> int:
-    return unit.the_block().key
+        wire.gather(topic, wholes)
+        for copy, (whole, _) in zip(copies, wholes, strict=True):
+            if whole.dtype != copy.unit.compute_dtype:
+                copy.flat().copy_(whole)
 
 
 def _copy_bytes(unit: Unit) -> int:
@@ -326,9 +423,9 @@ def check_room(together: Iterable[Sequence[Unit]], budget: int) -> None:
         )
 
 
-def _no_room(unit: Unit, error: NoRoomError) -> CapacityError:
+def _no_room(name: str, error: NoRoomError) -> CapacityError:
     return CapacityError(
-        f"{unit.name!r} needs {format_bytes(error.needed)} where it is computed, but the {format_bytes(error.budget)} "
+        f"{name!r} needs {format_bytes(error.needed)} where it is computed, but the {format_bytes(error.budget)} "
         f"there are in use by {len(error.in_use)} other units\n"
         "  fix:   more device_memory (or memory, when computing on the CPU in another dtype)"
     )

@@ -62,10 +62,11 @@ class NoRoomError(Exception):
 class Policy:
     """The contents of one tier. `in_use(block)` tells which blocks must not be evicted now."""
 
-    def __init__(self, budget: int, lookahead: int, in_use: Callable[[BlockId], bool]) -> None:
+    def __init__(self, budget: int, lookahead: int, in_use: Callable[[BlockId], bool], *, wraps: bool = True) -> None:
         self.budget = budget
         self.lookahead = lookahead
         self._in_use = in_use
+        self._wraps = wraps  # whether it fetches ahead from one cycle into the next
         self._sizes: dict[BlockId, int] = {}
         self._cached: set[BlockId] = set()
         self.cached_bytes = 0
@@ -116,6 +117,17 @@ class Policy:
             self._bring(block, evict, fetch)
         self._look_ahead(block, evict, fetch)
         return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
+
+    def look_ahead(self) -> Decision:
+        """Between two accesses: fetch what the next ones need."""
+        evict: list[BlockId] = []
+        fetch: list[BlockId] = []
+        self._look_ahead(None, evict, fetch)
+        return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
+
+    def retract(self) -> None:
+        """The last access did not happen after all: it is not part of the order."""
+        self._recording.pop()
 
     def shrink(self, budget: int) -> tuple[BlockId, ...]:
         """Change the budget; returns what has to leave for it."""
@@ -265,13 +277,16 @@ class Policy:
             raise NoRoomError(size, self.budget, in_use)
         self._replace(victims, block, evict, fetch)
 
-    def _look_ahead(self, current: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
+    def _look_ahead(self, current: BlockId | None, evict: list[BlockId], fetch: list[BlockId]) -> None:
         """Extend the window as far as its bytes, and the room for what is missing, allow."""
-        if not self._num_missing:
+        if not self._num_missing or not self._order:
             return
         length = len(self._order)
         self._window_end = max(self._window_end, self._clock)
-        while self._window_end < self._clock + length:
+        # The clock is past the current access, which may be the last of its cycle.
+        cycle = (self._clock - (current is not None)) // length
+        end = self._clock + length if self._wraps else (cycle + 1) * length
+        while self._window_end < end:
             block = self._order[self._window_end % length]
             if not self._window[block]:
                 size = self._sizes[block]

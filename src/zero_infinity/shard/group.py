@@ -11,16 +11,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zero_infinity.errors import LostRankError, RankError, UsageError
-from zero_infinity.shard.wire import Traffic, Wire
+from zero_infinity.shard.wire import Channel, Traffic, Wire
 
 _CPU = torch.device("cpu")
 # Every engine of this process has names of its own in the store. Engines are made in the same order on every rank.
@@ -54,41 +55,39 @@ class RankGroup:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank()
         self.num_ranks = group.size()
-        self._members = dist.get_process_group_ranks(group)
+        self._num_wires = itertools.count()
         self._store = PrefixStore(f"zero_infinity/{next(_numbers)}", _get_process_group_store(group))
         self._timeout = _timeout_of(group)
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = Traffic()
         self.names: dict[int, str] = {}  # of what is exchanged, by number
-        self._groups: list[ProcessGroup] = []
 
     def wire(self, purpose: str, device: torch.device = _CPU) -> Wire:
         """A wire for one thread, and tensors on `device`. Every rank makes the same ones in the same order."""
-        control = self._new_group("gloo", f"{purpose}, control")
-        data = None if device.type == "cpu" else self._new_group(dist.get_default_backend_for_device(device), purpose)
+        gloo = ProcessGroupGloo(self._store_of(purpose), self.rank, self.num_ranks, self._timeout)
+        control = cast(Channel, gloo)
+        data = None if device.type == "cpu" else self._accelerator_group(purpose, device)
         return Wire(control, self.traffic, self.describe, lambda number: self.names.get(number, f"#{number}"), data)
 
-    def _new_group(self, backend: str, purpose: str) -> ProcessGroup:
-        group = dist.new_group(
-            self._members,
-            timeout=self._timeout,
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"zero-infinity {purpose}",
-        )
-        if not isinstance(group, ProcessGroup):
-            raise UsageError(f"this process is not one of the ranks {self._members}")
-        self._groups.append(group)
-        return group
+    def _accelerator_group(self, purpose: str, device: torch.device) -> Channel:
+        if device.type != "cuda":
+            raise UsageError(
+                f"several ranks are not supported on {device.type}: there is no backend to exchange its tensors with\n"
+                "  fix:   one rank, or CUDA"
+            )
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        store = self._store_of(f"{purpose} on {device.type}")
+        return cast(Channel, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
 
-    def close(self) -> None:
-        """Give the connections back."""
-        while self._groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(self._groups.pop())
-            else:
-                self._groups.clear()
+    def _store_of(self, purpose: str) -> PrefixStore:
+        """What a group of our own meets its other ranks in.
+
+        Not `dist.new_group`: it is a collective of all ranks, and names groups by how many there are at the moment,
+        which differs between ranks when an engine ends.
+        """
+        return PrefixStore(f"{purpose}/{next(self._num_wires)}", self._store)
 
     # ------------------------------------------------------------------ notes
 

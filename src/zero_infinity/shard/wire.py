@@ -17,10 +17,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch._C._distributed_c10d import AllToAllOptions
+from torch.distributed import Work
 
 from zero_infinity.errors import DivergenceError, LostRankError
 from zero_infinity.shard.partition import Span
@@ -35,6 +36,22 @@ class Topic:
     kind: str
     number: int
     name: str
+
+
+class Channel(Protocol):
+    """What is used of torch's process group backends, whose stubs do not have it."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> Work: ...
+
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: AllToAllOptions, /
+    ) -> Work: ...
 
 
 class Traffic:
@@ -60,11 +77,11 @@ class Wire:
 
     def __init__(
         self,
-        control: ProcessGroup,
+        control: Channel,
         traffic: Traffic,
         describe: Callable[[int], str],
         topics: Callable[[int], str],
-        data: ProcessGroup | None = None,
+        data: Channel | None = None,
     ) -> None:
         self._control = control
         self._data = data  # of an accelerator; None: everything goes by the control group
@@ -144,7 +161,7 @@ class Wire:
 
     def _exchange_on_accelerator(
         self,
-        group: ProcessGroup,
+        group: Channel,
         sent: Mapping[int, Sequence[torch.Tensor]],
         received: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
@@ -153,7 +170,7 @@ class Wire:
         for number in range(len(tensors)):
             outputs = [received[rank][number] if rank in received else nothing for rank in range(self.num_ranks)]
             inputs = [sent[rank][number] if rank in sent else nothing for rank in range(self.num_ranks)]
-            dist.all_to_all(outputs, inputs, group=group)
+            group.alltoall(outputs, inputs, AllToAllOptions()).wait()
         torch.accelerator.current_stream().synchronize()
 
     def _lost(self, rank: int | None, name: str, error: RuntimeError) -> LostRankError:
@@ -174,7 +191,9 @@ class Wire:
             f"\n  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {self._topics(number)!r}"
             for number, ranks in sorted(wanted.items(), key=lambda item: item[1])
         )
-        return DivergenceError(
+        error = DivergenceError(
             f"ranks have parted: they want different things next ({topic.kind}){sides}\n"
             "  fix:   let every rank call the same modules in the same order, as often"
         )
+        error.wanted = tuple(numbers)
+        return error

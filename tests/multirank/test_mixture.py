@@ -1,0 +1,44 @@
+"""Experts in a loop, of which each rank calls others: nothing has to be said about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import rank_scripts
+from support.ranks import run_ranks, try_ranks
+
+NUM_RANKS = 2
+
+
+def all_settings(directory: Path) -> list[dict[str, Any]]:
+    nvme = [{"stage": stage, "memory": "2MiB", "nvme": directory} for stage in range(4)]
+    return nvme + [{"stage": stage, "memory": "8MiB"} for stage in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["apart", "later"])
+def test_each_rank_calls_experts_of_its_own(kind: str, tmp_path: Path) -> None:
+    """From the first step on, or only when the order is learnt already."""
+    expected = rank_scripts.plain_mixture(NUM_RANKS, kind)
+    by_setting = run_ranks(NUM_RANKS, rank_scripts.train_mixtures, NUM_RANKS, all_settings(tmp_path), kind)
+    first = by_setting[0][0]["weights"]
+    for results in by_setting:
+        for found in results:
+            for name, value in expected["weights"].items():
+                torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=5e-6)
+                assert torch.equal(found["weights"][name], first[name])  # between ranks, stages and homes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_layer_of_a_chain_that_one_rank_leaves_out_is_an_error(stage: int, left_out: int) -> None:
+    outcomes = try_ranks(NUM_RANKS, rank_scripts.leave_out_a_layer, stage, left_out, seconds=60)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert outcome.error.startswith(("DivergenceError", "LostRankError")), outcome.error
+        assert outcome.seconds < 40
+    assert any(
+        f"layers.{left_out}" in (outcome.error or "") and "rank 1" in (outcome.error or "") for outcome in outcomes
+    )
