@@ -17,7 +17,7 @@ from zero_infinity.config import Config
 from zero_infinity.errors import CapacityError
 from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace
-from zero_infinity.runtime.host import ParameterHost
+from zero_infinity.runtime.host import ParameterHost, budget_of
 from zero_infinity.runtime.placement import home_while_building
 from zero_infinity.runtime.sources import ComputeCache
 from zero_infinity.runtime.unit import ManagedParameter, make_unit, manageable
@@ -37,7 +37,7 @@ class Construction:
     """Moves parameters into a host while a model is built. Also the hook that torch calls at each registration."""
 
     def __init__(self, config: Config, ranks: RankGroup | None) -> None:
-        self._host = ParameterHost(config, ranks)
+        self._host = ParameterHost(config, ranks, budget_of(config, ranks))
         self._cache: ComputeCache | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._resident_bytes = 0

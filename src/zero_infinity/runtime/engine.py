@@ -25,7 +25,7 @@ from zero_infinity.runtime.accelerator import CpuPlace, Place
 from zero_infinity.runtime.alternatives import Watch
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
-from zero_infinity.runtime.host import ParameterHost, host_of, sharding_of
+from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, sharding_of
 from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
@@ -119,22 +119,18 @@ class TrainingEngine:
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
-        self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks)
-        try:
-            copies = self._place(together, replaced)
-        except BaseException:
-            if not self.host.units:
-                self.host.close()
-            raise
-        return owners, replaced, copies
-
-    def _place(self, together: list[list[Unit]], replaced: list[Unit]) -> int:
-        """Divide the memory; returns the room for copies."""
-        config, accelerator = self.config, self._accelerator
+        # Asked once: what is available changes.
+        budget = next((h.store.pool.budget for h in hosts), None) or budget_of(config, self.ranks)
+        copies = self._place(together, replaced, budget)
+        self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks, budget)
         self.store = self.host.store
         self.residency = self.host.residency
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
-        budget = self.store.pool.budget
+        return owners, replaced, copies
+
+    def _place(self, together: list[list[Unit]], replaced: list[Unit], budget: int) -> int:
+        """Divide the memory; returns the room for copies."""
+        config, accelerator = self.config, self._accelerator
         self._bucket_bytes = _bucket_bytes(budget) if self.ranks is not None else 0
         copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, budget)
         if accelerator is not None:
@@ -384,6 +380,8 @@ class TrainingEngine:
         self._take_hand_made_gradients()
         self._take_zeros()
         self.gradients.before_step()
+        if self._wire is not None and self._unmanaged:
+            self._unmanaged.average(self._wire)
         factors: tuple[torch.Tensor, ...] = ()
         norms: dict[ManagedParameter | nn.Parameter, torch.Tensor] = {}
         if self.loss_scale is not None or self.config.max_grad_norm is not None:
@@ -586,8 +584,8 @@ def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Ten
 
 def _assign_groups(
     optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter], model_parameters: Collection[nn.Parameter]
-) -> set[nn.Parameter]:
-    """Tell each parameter its group; returns those of the model that are in a group and not managed."""
+) -> dict[nn.Parameter, None]:
+    """Tell each parameter its group; returns those of the model, in its order, that are in a group and not managed."""
     unmanaged = set(model_parameters) - managed.keys()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -599,7 +597,8 @@ def _assign_groups(
                     "that is not one of the model's parameters\n"
                     "  fix:   make the optimizer from model.parameters()"
                 )
-    return unmanaged & {p for group in optimizer.param_groups for p in group["params"]}
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    return dict.fromkeys(p for p in model_parameters if p in unmanaged and p in trained)
 
 
 def _size(unit: Unit, record: Record | None, *, whole_gradients: bool) -> UnitSize:

@@ -47,12 +47,12 @@ class Training(Protocol):
 class ParameterHost:
     """The store of one model's parameters."""
 
-    def __init__(self, config: Config, ranks: RankGroup | None = None) -> None:
+    def __init__(self, config: Config, ranks: RankGroup | None, budget: int) -> None:
         self.config = config
         self.ranks = ranks
         self.sharding = sharding_of(config, ranks)
         self.num_units = 0  # made so far
-        pool = BufferPool(config.memory_budget(ranks.num_local_ranks if ranks is not None else 1))
+        pool = BufferPool(budget)
         engine = QueuedEngine(FileDevice(config.nvme)) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify)
         self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD)
@@ -152,6 +152,11 @@ class ParameterHost:
                 for managed in parameters:
                     # Changes through .data or numpy leave no trace: take it that there were some.
                     self.exposure.keep(managed)
+
+
+def budget_of(config: Config, ranks: RankGroup | None) -> int:
+    """The bytes that a rank may hold. Not the same each time when nobody has set them."""
+    return config.memory_budget(ranks.num_local_ranks if ranks is not None else 1)
 
 
 def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:

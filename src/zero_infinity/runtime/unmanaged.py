@@ -15,6 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity.shard.partition import Span
+from zero_infinity.shard.wire import Topic, Wire
+
+_NUMBER = -20  # of the topic of their gradients
+
 
 class UnmanagedParameters:
     """The parameters of `optimizer` that no unit has."""
@@ -23,9 +28,31 @@ class UnmanagedParameters:
         self._optimizer = optimizer
         self._parameters = parameters
 
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """The norm of each gradient that there is."""
         return {p: torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None}
+
+    def average(self, wire: Wire) -> None:
+        """Put the average over ranks in the place of each gradient; a rank without one counts as zeros."""
+        topic = Topic("gradient sum", _NUMBER, "parameters that are no part of a unit")
+        said = wire.agree(topic, [parameter.grad is not None for parameter in self._parameters])
+        for number, parameter in enumerate(self._parameters):
+            if not any(has[number] for has in said) or not parameter.numel():
+                continue
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            flat = torch.view_as_real(mine) if mine.is_complex() else mine
+            rows = torch.empty(wire.num_ranks, flat.numel(), dtype=flat.dtype)
+            rows[wire.rank] = flat.reshape(-1)
+            spans = [Span(rank * flat.numel(), (rank + 1) * flat.numel()) for rank in range(wire.num_ranks)]
+            wire.gather(topic, [(rows.view(-1), spans)])
+            average = rows[0]
+            for row in rows[1:]:
+                average = average + row
+            average = (average / wire.num_ranks).view(flat.shape)
+            parameter.grad = torch.view_as_complex(average) if mine.is_complex() else average
 
     def step(self, factors: Iterable[torch.Tensor]) -> None:
         """Update with the gradients, which are multiplied by `factors` first."""
