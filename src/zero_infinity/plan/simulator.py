@@ -1,0 +1,339 @@
+"""One training job on a virtual clock: the engine's own policy over links of a given speed.
+
+All ranks do the same at the same time, so one is simulated, and links that a node's ranks share are as slow as all of
+them make it. So the cost does not grow with the cluster, only with the model's operators and chunks.
+
+A step goes through the model's operators in order. Each use of a parameter is an access, told to the policy of device
+memory (gathered parameters) and, for what that fetches, to the policy of host memory (`plan.host_tier`): the very class
+that the engine runs. What they decide becomes transfers, first come, first served on each link: storage to host (nc),
+host to device (cg), all-gather (gg); gradients and checkpoints the other way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import count
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.plan.hardware import TierKind
+from zero_infinity.plan.host_tier import HostTier
+from zero_infinity.plan.job import Partition
+from zero_infinity.plan.links import Link
+from zero_infinity.plan.outcome import Outcome, Traffic
+from zero_infinity.plan.program import Phase, Use, step
+from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, Setup
+from zero_infinity.schedule.policy import NoRoomError, Policy
+from zero_infinity.trace import Category, Trace
+from zero_infinity.units import format_bytes
+
+# The first cycle records the order, the second fills memory by it; from the third on steps are alike.
+_WARM_UP_STEPS = 2
+# Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
+# would have a million, and finer ones change no result.
+_MAX_CHUNKS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a unit's optimizer record, and of the gradient that waits for it."""
+
+    record: int
+    gradient: int
+    record_bytes: int
+    gradient_bytes: int
+
+
+class Simulator:
+    """A prepared job; `run` gives what one steady step takes."""
+
+    def __init__(self, setup: Setup, trace: Trace | None = None) -> None:
+        self._setup = setup
+        self._trace = trace
+        self._now = 0.0
+        self._backward_end = 0.0
+        hardware, division = setup.hardware, setup.division
+        self._program = step(setup.model, setup.job.interval)
+        self._names = list(setup.units)
+        self._keys = {name: key for key, name in enumerate(self._names)}
+        self._fresh_key = count(len(self._keys))
+        self._compute = Link("compute")
+        self._storage = {tier: Link(tier.name, tier.latency) for tier in hardware.storage}
+        self._upload = Link(f"{hardware.host.name} to device", hardware.host.latency)
+        self._download = Link(f"device to {hardware.host.name}", hardware.host.latency)
+        self._gather = Link("device to device", hardware.link_latency)
+        self._updater = Link("update")
+        self._links = [self._compute, *self._storage.values(), self._upload, self._download, self._gather, self._updater]
+        self._host = HostTier(division, setup.num_devices, self._storage)
+        self._chunks = {name: self._make_blocks(name) for name in setup.units}
+        self._outstanding: deque[tuple[float, int]] = deque()  # gradients until they are used: when, bytes
+        self._computing: set[int] = set()
+        self._device = self._make_device()
+        self._device_ready: dict[int, float] = {}
+        self._checkpoint_ready: dict[int, float] = {}
+        self._waits: Counter[str] = Counter()
+        self._peaks: Counter[str] = Counter()
+
+    def _make_blocks(self, name: str) -> list[_Chunk]:
+        """Cut the unit's record; blocks that do not stay in memory are made known to the host tier."""
+        setup, unit = self._setup, self._setup.units[name]
+        moves = name not in setup.division.resident_units
+        if moves and setup.parameters_stream:
+            self._host.add(self._keys[name], name, unit.parameters, setup.homes.parameters)
+        total = sum(u.record for u in setup.units.values())
+        num_chunks = max(1, -(-unit.record // max(setup.division.chunk_bytes, total // _MAX_CHUNKS)))
+        record, gradient = -(-unit.record // num_chunks), -(-unit.gradients // num_chunks)
+        chunks = [_Chunk(next(self._fresh_key), next(self._fresh_key), record, gradient) for _ in range(num_chunks)]
+        if moves and setup.optimizer_streams:
+            for number, chunk in enumerate(chunks):
+                self._host.add(chunk.record, f"{name}[{number}] record", record, setup.homes.optimizer)
+                self._host.add(
+                    chunk.gradient, f"{name}[{number}] gradient", gradient, setup.homes.optimizer, has_content=False
+                )
+        return chunks
+
+    def _make_device(self) -> Policy | None:
+        """Gathered or copied parameters; None where they are computed with where they live."""
+        setup = self._setup
+        if setup.device_cache is None:
+            return None
+        lookahead = int(setup.device_cache * DEVICE_LOOKAHEAD_SHARE) if setup.job.overlap else 0
+        device = Policy(setup.device_cache, lookahead, self._computing.__contains__)
+        for name, size in setup.model.units.items():
+            device.add(self._keys[name], size * setup.job.states.parameter)
+        return device
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        """Simulate until steps are alike, then one more, which is reported."""
+        for _ in range(_WARM_UP_STEPS):
+            self._step()
+        started = self._now
+        for link in self._links:
+            link.busy_seconds, link.num_bytes, link.trace = 0.0, 0, self._trace
+        before = self._host.read_bytes, self._host.written_bytes
+        self._waits.clear()
+        self._peaks.clear()
+        forward_end = self._step()
+        setup = self._setup
+        tokens = setup.job.batch * setup.model.seq
+        return Outcome(
+            seconds=self._now - started,
+            forward_seconds=forward_end - started,
+            backward_seconds=self._backward_end - forward_end,
+            compute_seconds=self._compute.busy_seconds,
+            waits=dict(self._waits),
+            traffic=tuple(Traffic(link.name, link.num_bytes, link.busy_seconds) for link in self._links),
+            read_bytes=self._host.read_bytes - before[0],
+            written_bytes=self._host.written_bytes - before[1],
+            peak_bytes=dict(self._peaks),
+            flops=sum(use.flops_per_token for use in self._program) * tokens,
+            tokens=tokens * setup.num_ranks,
+            num_ranks=setup.num_ranks,
+        )
+
+    def _step(self) -> float:
+        """One step; returns when its forward pass was over."""
+        forward_end = self._now
+        self._checkpoint_ready.clear()
+        for use in self._program:
+            self._use(use)
+            if use.phase is Phase.FORWARD:
+                forward_end = self._now
+        self._backward_end = self._now
+        if not self._setup.job.early_update:
+            for name in self._setup.units:
+                self._update(name, self._now, retained=True)
+            self._wait(self._updater.free_at, "optimizer step")
+        self._host.policy.end_cycle()
+        if self._device is not None:
+            self._device.end_cycle()
+        return forward_end
+
+    def _use(self, use: Use) -> None:
+        setup, name = self._setup, use.operator.name
+        if use.loads is not None:
+            self._load_checkpoint(use.loads, name)
+        if use.needs_weight:
+            self._wait(self._bring(use.operator.unit), name)
+        seconds = use.flops_per_token * setup.job.batch * setup.model.seq / setup.hardware.flops
+        self._now = self._compute.occupy(name, Category.COMPUTE, self._now, seconds)
+        if use.stores is not None:
+            self._store_checkpoint(use.stores, name)
+        if use.completes is not None:
+            self._take_gradient(use.completes)
+        self._note_held()
+
+    def _wait(self, until: float, name: str) -> None:
+        if until <= self._now:
+            return
+        self._waits[name] += until - self._now
+        if self._compute.trace is not None:
+            self._compute.trace.span(name, Category.WAIT, "wait", self._now, until - self._now)
+        self._now = until
+
+    def _note_held(self) -> None:
+        held = {self._setup.hardware.host.name: self._host.held_bytes}
+        if self._device is not None and self._setup.hardware.device is not None:
+            held[self._setup.hardware.device.name] = self._device.cached_bytes
+        for tier, num_bytes in held.items():
+            self._peaks[tier] = max(self._peaks[tier], num_bytes)
+            if self._compute.trace is not None:
+                self._compute.trace.held(tier, self._now, num_bytes)
+
+    # ------------------------------------------------------------------ parameters
+
+    def _bring(self, name: str) -> float:
+        """When the unit's parameters can be computed with, and what is fetched ahead of its use."""
+        key = self._keys[name]
+        if self._device is None:
+            self._host.in_use.add(key)
+            ready = self._host.access(key, self._now)
+            self._host.in_use.discard(key)
+            return ready
+        self._computing.clear()
+        self._computing.add(key)
+        try:
+            decision = self._device.access(key)
+        except NoRoomError as error:
+            raise CapacityError(
+                f"{name!r} needs {format_bytes(error.needed)} of device memory, but {format_bytes(error.budget)} is left "
+                "for gathered parameters\n  fix:   a smaller batch, or more devices"
+            ) from None
+        for fetched in decision.fetch:
+            self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
+        return self._device_ready[key]
+
+    def _fetch_to_device(self, name: str) -> float:
+        """nc, cg, gg: each hop begins when the one before is done."""
+        setup, unit, key = self._setup, self._setup.units[name], self._keys[name]
+        ready = self._host.access(key, self._now)
+        whole = setup.model.units[name] * setup.job.states.parameter
+        home = setup.homes.parameters
+        if home.kind is not TierKind.DEVICE and not home.bypasses_host:
+            ready = self._over_host_link(self._upload, name, Category.FETCH, ready, unit.parameters, whole)
+        return self._collective(name, ready, whole)
+
+    def _over_host_link(
+        self, link: Link, name: str, category: Category, ready: float, shard: int, whole: int
+    ) -> float:
+        """A shard over every device's link at once, or all of it over its owner's."""
+        host = self._setup.hardware.host
+        if self._setup.job.partition is Partition.OWNER:
+            return link.occupy(name, category, ready, whole / host.one_device, whole)
+        seconds = max(shard * self._setup.num_devices / host.read, shard / host.one_device)
+        return link.occupy(name, category, ready, seconds, shard)
+
+    def _collective(self, name: str, ready: float, whole: int) -> float:
+        """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
+        num_ranks = self._setup.num_ranks
+        if num_ranks == 1:
+            return ready
+        num_bytes = whole * (num_ranks - 1) // num_ranks
+        seconds = num_bytes / self._setup.hardware.gather_link(self._setup.job.num_nodes)
+        return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
+
+    # ------------------------------------------------------------------ activation checkpoints
+
+    def _checkpoint_transfer(self, link: Link, name: str, ready: float, *, store: bool) -> float:
+        setup = self._setup
+        home, hardware = setup.homes.checkpoints, setup.hardware
+        if home.kind is TierKind.DEVICE or (home.kind is TierKind.HOST and hardware.device is None):
+            return ready
+        num_bytes = int(2 * setup.job.batch * setup.model.seq * setup.model.hidden)
+        hops = [(link, hardware.host)] if hardware.device is not None else []
+        if home.kind is TierKind.STORAGE:
+            hops.append((self._storage[home], home))
+        for hop, tier in hops if store else reversed(hops):
+            rate = tier.write if store else tier.read
+            seconds = max(num_bytes * setup.num_devices / rate, num_bytes / tier.one_device)
+            ready = hop.occupy(name, Category.ACTIVATION, ready, seconds, num_bytes)
+        return ready
+
+    def _store_checkpoint(self, number: int, name: str) -> None:
+        done = self._checkpoint_transfer(self._download, name, self._now, store=True)
+        self._checkpoint_ready[number] = done
+        if not self._setup.job.overlap:
+            self._wait(done, name)
+
+    def _load_checkpoint(self, number: int, name: str) -> None:
+        """Wait for this one, and fetch the one that is needed next meanwhile."""
+        stored = self._checkpoint_ready.pop(number)
+        if stored >= 0.0:  # not fetched ahead
+            stored = -self._checkpoint_transfer(self._upload, name, max(stored, self._now), store=False)
+        self._wait(-stored, name)
+        if self._setup.job.overlap and number - 1 in self._checkpoint_ready:
+            ahead = self._checkpoint_ready[number - 1]
+            loaded = self._checkpoint_transfer(self._upload, name, max(ahead, self._now), store=False)
+            self._checkpoint_ready[number - 1] = -loaded
+
+    # ------------------------------------------------------------------ gradients and updates
+
+    def _take_gradient(self, name: str) -> None:
+        setup, unit = self._setup, self._setup.units[name]
+        whole = setup.model.units[name] * setup.job.states.parameter
+        ready = self._collective(name, self._now, whole)
+        if setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None:
+            ready = self._over_host_link(self._download, name, Category.GRADIENT, ready, unit.parameters, whole)
+        if not setup.job.overlap:
+            self._wait(ready, name)
+        if setup.job.early_update:
+            self._make_room(unit.gradients, name)
+            self._outstanding.append((self._update(name, ready, retained=False), unit.gradients))
+            return
+        for chunk in self._chunks[name]:
+            self._host.access(chunk.gradient, self._now)
+            self._host.change(chunk.gradient, ready)
+
+    def _make_room(self, num_bytes: int, name: str) -> None:
+        """Wait until what is set aside has room for one more gradient."""
+        while self._outstanding and self._outstanding[0][0] <= self._now:
+            self._outstanding.popleft()
+        while self._outstanding and sum(size for _, size in self._outstanding) + num_bytes > self._setup.division.set_aside:
+            self._wait(self._outstanding.popleft()[0], name)
+
+    def _update(self, name: str, gradient_ready: float, *, retained: bool) -> float:
+        """Update a unit chunk by chunk, beside the computation; returns when it is done."""
+        setup, key = self._setup, self._keys[name]
+        on_device = setup.homes.optimizer.kind is TierKind.DEVICE
+        self._host.in_use.add(key)
+        values_ready = self._host.access(key, self._now)
+        done = gradient_ready
+        for chunk in self._chunks[name]:
+            ready = max(values_ready, gradient_ready)
+            if retained and not on_device:
+                self._host.in_use.add(chunk.gradient)
+                ready = max(ready, self._host.access(chunk.gradient, self._now))
+            ready = max(ready, self._host.access(chunk.record, self._now))
+            done = self._update_chunk(name, chunk, ready)
+            self._host.change(chunk.record, done)
+            self._host.in_use.discard(chunk.gradient)
+            self._host.expire(chunk.gradient)
+        self._host.in_use.discard(key)
+        self._host.change(key, done)
+        if self._device is not None:
+            self._device.forget(key)
+        return done
+
+    def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:
+        setup = self._setup
+        share = setup.job.states.parameter / setup.job.states.record
+        moved = int(chunk.record_bytes * (2 + share)) + chunk.gradient_bytes
+        device = setup.hardware.device
+        if setup.homes.optimizer.kind is TierKind.DEVICE and device is not None:
+            self._now = self._compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
+            return self._now
+        seconds = moved * setup.num_devices / setup.hardware.update_rate
+        done = self._updater.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
+        if device is None:
+            self._now += seconds  # the same cores compute
+        elif setup.homes.parameters.kind is TierKind.DEVICE:
+            new_values = int(chunk.record_bytes * share)
+            done = self._over_host_link(self._upload, name, Category.UPDATE, done, new_values, new_values * setup.num_ranks)
+        return done
+
+
+def simulate(setup: Setup, trace: Trace | None = None) -> Outcome:
+    """What one steady step of the job takes."""
+    return Simulator(setup, trace).run()
