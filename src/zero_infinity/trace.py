@@ -67,9 +67,7 @@ class Trace:
     _spans: list[tuple[str, str, str, float, float, int]] = field(default_factory=list)
     _samples: list[tuple[str, float, int]] = field(default_factory=list)
 
-    def span(
-        self, name: str, category: Category, lane: str, start: float, seconds: float, num_bytes: int = 0
-    ) -> None:
+    def span(self, name: str, category: Category, lane: str, start: float, seconds: float, num_bytes: int = 0) -> None:
         """Something took `seconds` from `start` on."""
         if len(self._spans) < MAX_EVENTS:
             self._spans.append((name, category, lane, start, seconds, num_bytes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-# Achievable on a V100 with communication switched off: between 62 (hidden 8K) and 78 (hidden 64K) TFLOP/s (section 4.2).
+# Achieved by a V100 with communication switched off: from 62 (hidden 8K) to 78 (hidden 64K) TFLOP/s (section 4.2).
 V100_PEAK = 70e12
 V100_PEAK_RANGE = (62e12, 78e12)
 
@@ -65,10 +65,14 @@ class Requirement:
 
 def requirements(batch: float, seq: int, hidden: int, interval: int, peak: float) -> list[Requirement]:
     """The paper's targets: half of the peak where the transfer can hide, 90% where it cannot."""
+    kinds = (
+        (Data.PARAMETERS, 0.5, parameter_intensity(batch, seq)),
+        (Data.OPTIMIZER, 0.9, optimizer_intensity(batch, seq)),
+        (Data.ACTIVATIONS, 0.5, checkpoint_intensity(hidden, interval)),
+    )
     return [
-        Requirement(Data.PARAMETERS, 0.5, required_bandwidth(parameter_intensity(batch, seq), 0.5, peak), False),
-        Requirement(Data.OPTIMIZER, 0.9, required_bandwidth(optimizer_intensity(batch, seq), 0.9, peak), True),
-        Requirement(Data.ACTIVATIONS, 0.5, required_bandwidth(checkpoint_intensity(hidden, interval), 0.5, peak), False),
+        Requirement(data, target, required_bandwidth(intensity, target, peak), aggregate=data is Data.OPTIMIZER)
+        for data, target, intensity in kinds
     ]
 
 

@@ -210,7 +210,7 @@ class _Table:
             return default["default"]
         value = self._figure(name, self.raw(name))
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise self.error(f"{name} = {value!r}; accepted: a finite number above zero, in bytes (or operations) and seconds")
+            raise self.error(f"{name} = {value!r}; accepted: a number above zero, in bytes, operations, seconds")
         return float(value)
 
     def tables(self, name: str) -> list[object]:

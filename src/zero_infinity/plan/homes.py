@@ -37,33 +37,34 @@ def capacity(tier: Tier, hardware: Hardware, num_nodes: int) -> int:
     return tier.capacity * each * num_nodes
 
 
-def choose_homes(need: Need, hardware: Hardware, num_nodes: int, *, host_reserved: int = 0) -> Homes:
+def choose_homes(need: Need, hardware: Hardware, num_nodes: int, host_memory: int) -> Homes:
     """Each kind on the fastest tier with room, in the paper's order: optimizer, then checkpoints, then parameters.
 
     When everything fits in device memory nothing is offloaded. Otherwise the optimizer's states (the largest, and used
-    once a step) leave it first; checkpoints go before parameters because their traffic per computation is less.
-    `host_reserved` is kept free on every node, for buffers. `CapacityError` when even the last tier is too small.
+    once a step) leave it first. If parameters or checkpoints can stay, parameters do; if both must go, checkpoints are
+    placed first, because their traffic per computation is less. `host_memory` is what a node gives to states;
+    checkpoints may have the rest as well. `CapacityError` when even the last tier is too small.
     """
     room = {tier: capacity(tier, hardware, num_nodes) for tier in hardware.tiers}
-    device = hardware.device
-    if device is not None:
-        room[device] -= need.working_per_device * hardware.devices_per_node * num_nodes
-        if need.parameters + need.optimizer + need.checkpoints <= room[device]:
-            return Homes(device, device, device)
-    else:
-        room[hardware.host] -= need.working_per_device * num_nodes
-    room[hardware.host] -= host_reserved * num_nodes
-    # Device memory is kept for parameters and checkpoints; a machine without devices has none to keep.
+    device, host = hardware.device, hardware.host
+    num_computing = num_nodes * (hardware.devices_per_node if device is not None else 1)
+    room[device or host] -= need.working_per_device * num_computing
+    if device is not None and need.parameters + need.optimizer + need.checkpoints <= room[device]:
+        return Homes(device, device, device)
+    not_for_states = room[host] - min(room[host], host_memory * num_nodes)
+    room[host] -= not_for_states
+    # Device memory is kept for what every operator needs.
     below = [tier for tier in hardware.tiers if tier is not device]
     optimizer = _place("optimizer states", need.optimizer, below, room)
-    upper = list(hardware.tiers)
     if device is not None and need.parameters + need.checkpoints <= room[device]:
         return Homes(device, optimizer, device)
-    if device is not None and need.parameters <= room[device]:
-        return Homes(device, optimizer, _place("activation checkpoints", need.checkpoints, below, room))
-    checkpoints = _place("activation checkpoints", need.checkpoints, upper if need.checkpoints == 0 else below, room)
-    parameters = _place("parameters", need.parameters, upper, room)
-    return Homes(parameters, optimizer, checkpoints)
+    parameters_stay = device is not None and need.parameters <= room[device]
+    room[host] += not_for_states
+    checkpoints = _place("activation checkpoints", need.checkpoints, below, room)
+    if device is not None and parameters_stay:
+        return Homes(device, optimizer, checkpoints)
+    room[host] -= max(0, not_for_states - (need.checkpoints if checkpoints is host else 0))
+    return Homes(_place("parameters", need.parameters, list(hardware.tiers), room), optimizer, checkpoints)
 
 
 def _place(what: str, num_bytes: int, tiers: list[Tier], room: dict[Tier, int]) -> Tier:
@@ -73,7 +74,7 @@ def _place(what: str, num_bytes: int, tiers: list[Tier], room: dict[Tier, int]) 
             return tier
     largest = max(tiers, key=lambda tier: room[tier])
     raise CapacityError(
-        f"{what} take {format_bytes(num_bytes)}, but {largest.name} has only {format_bytes(max(0, room[largest]))} left, "
-        "and no other tier has more\n"
+        f"{what} take {format_bytes(num_bytes)}, but {largest.name} has only {format_bytes(max(0, room[largest]))} "
+        "left, and no other tier has more\n"
         "  fix:   more nodes, a smaller model or batch, or a tier with more room"
     )

@@ -18,12 +18,13 @@ from zero_infinity.units import format_bytes
 class HostTier:
     """Blocks that stream between storage and host memory; keys of others are always there."""
 
-    def __init__(self, division: Division, num_sharers: int, links: dict[Tier, Link]) -> None:
+    def __init__(self, division: Division, scale: float, num_sharers: int, links: dict[Tier, Link]) -> None:
         self.in_use: set[int] = set()
         self.read_bytes = 0
         self.written_bytes = 0
         self.policy = Policy(division.cache, division.lookahead, self.in_use.__contains__)
         self._fixed = division.resident + division.set_aside
+        self._scale = scale
         self._num_sharers = num_sharers
         self._links = links
         self._homes: dict[int, Tier] = {}
@@ -43,7 +44,7 @@ class HostTier:
 
     @property
     def held_bytes(self) -> int:
-        return self._fixed + self.policy.cached_bytes
+        return self._fixed + int(self._scale * self.policy.cached_bytes)
 
     def access(self, key: int, now: float) -> float:
         """Use a block: decide, transfer, and say when it is in memory and nobody changes it any more."""

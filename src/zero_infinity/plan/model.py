@@ -6,6 +6,7 @@ Transformers by their numbers, and well-known ones by name. Any other module is 
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, replace
 
 from zero_infinity.errors import ConfigError
@@ -72,10 +73,7 @@ class Model:
             elements = per_block.get(operator.block, 0.0) + operator.saved_elements_per_token
             per_block[operator.block] = elements
         outside = per_block.pop(OUTSIDE, 0.0)
-        if checkpointed and per_block:
-            inside = interval * max(per_block.values())
-        else:
-            inside = sum(per_block.values())
+        inside = interval * max(per_block.values()) if checkpointed and per_block else sum(per_block.values())
         return int(HALF_BYTES * batch * self.seq * (inside + outside))
 
     def tiled(self, max_parameters: int) -> Model:
@@ -99,6 +97,22 @@ class Model:
                         saved_elements_per_token=operator.saved_elements_per_token / tiles,
                     )
                 )
+        return replace(self, operators=tuple(operators))
+
+    def sliced(self, num_blocks: int) -> Model:
+        """Only the first blocks, and as much less of what is outside blocks."""
+        part = num_blocks / self.num_blocks
+        operators = [
+            operator
+            if operator.block != OUTSIDE
+            else replace(
+                operator,
+                num_parameters=math.ceil(operator.num_parameters * part),
+                flops_per_token=operator.flops_per_token * part,
+            )
+            for operator in self.operators
+            if operator.block < num_blocks
+        ]
         return replace(self, operators=tuple(operators))
 
 

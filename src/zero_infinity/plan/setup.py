@@ -20,6 +20,9 @@ from zero_infinity.units import format_bytes
 # Gathered parameters are fetched ahead as far as this part of their room on the device reaches, as in the engine; an
 # operator that is larger is tiled, so that one tile computes while the next arrives.
 DEVICE_LOOKAHEAD_SHARE = 1 / 3
+# A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of
+# the host's cache, and every result times the number of slices. So the largest models take seconds, too.
+MAX_UNITS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ Divide = Callable[[Sequence[UnitBytes], int, bool], Division]
 class Setup:
     """Everything that is decided before the first step."""
 
-    model: Model  # tiled where it must be
+    model: Model  # tiled where it must be; only one slice of it, where there are several
+    scale: float  # how many slices there are
     hardware: Hardware
     job: Job
     homes: Homes
@@ -110,7 +114,20 @@ def _with_homes(
     device_cache = _device_cache(model, hardware, job, homes, num_ranks, working, checkpoints)
     if device_cache is not None:
         model = model.tiled(max(1, int(device_cache * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter))
-    units = {
+    memory = _host_memory(hardware, job, homes, num_devices, working, checkpoints)
+    division = _divide(_unit_bytes(model, job, num_ranks), memory, homes, divide)
+    scale = 1.0
+    if len(model.units) > MAX_UNITS:
+        num_blocks = max(1, model.num_blocks * MAX_UNITS // len(model.units))
+        scale = model.num_blocks / num_blocks
+        model = model.sliced(num_blocks)
+        division = replace(division, cache=int(division.cache / scale), lookahead=int(division.lookahead / scale))
+    units = _unit_bytes(model, job, num_ranks)
+    return Setup(model, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
+
+
+def _unit_bytes(model: Model, job: Job, num_ranks: int) -> dict[str, UnitBytes]:
+    return {
         name: UnitBytes(
             name,
             -(-size * job.states.parameter // num_ranks),
@@ -119,19 +136,14 @@ def _with_homes(
         )
         for name, size in model.units.items()
     }
-    memory = _host_memory(hardware, job, homes, num_devices, working, checkpoints)
-    division = _divide(units, memory, homes, divide)
-    return Setup(model, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
 
 
-def _homes(
-    model: Model, hardware: Hardware, job: Job, num_ranks: int, working: int, checkpoints: int
-) -> Homes:
+def _homes(model: Model, hardware: Hardware, job: Job, num_ranks: int, working: int, checkpoints: int) -> Homes:
     num_parameters = model.num_parameters
     record = job.states.record + (0 if job.early_update else job.states.gradient)
     need = Need(num_parameters * job.states.parameter, num_parameters * record, checkpoints * num_ranks, working)
     memory = job.memory if job.memory is not None else int(hardware.host.capacity * MEASURED_FRACTION)
-    homes = choose_homes(need, hardware, job.num_nodes, host_reserved=max(0, hardware.host.capacity - memory))
+    homes = choose_homes(need, hardware, job.num_nodes, memory)
     parameters = _tier_named(hardware, job.parameters_on) or homes.parameters
     optimizer = _tier_named(hardware, job.optimizer_on) or homes.optimizer
     checkpoint_home = homes.checkpoints
@@ -167,22 +179,21 @@ def _device_cache(
     cache = room * 3 // 4
     if cache <= 0:
         raise CapacityError(
-            f"one device needs {format_bytes(taken)} for activations and its share of the states, but {device.name} has "
-            f"{format_bytes(device.capacity)}\n"
+            f"one device needs {format_bytes(taken)} for activations and its share of the states, but {device.name} "
+            f"has {format_bytes(device.capacity)}\n"
             "  fix:   a smaller batch or sequence, more devices, or activation checkpoints on the host"
         )
     return cache
 
 
-def _host_memory(
-    hardware: Hardware, job: Job, homes: Homes, num_devices: int, working: int, checkpoints: int
-) -> int:
+def _host_memory(hardware: Hardware, job: Job, homes: Homes, num_devices: int, working: int, checkpoints: int) -> int:
     """Host bytes that one rank's engine may hold."""
     host = hardware.host
     if job.memory is not None:
         if job.memory > host.capacity:
             raise ConfigError(
-                f"memory is {format_bytes(job.memory)}, but {host.name} of {hardware.name} has {format_bytes(host.capacity)}"
+                f"memory is {format_bytes(job.memory)}, but {host.name} of {hardware.name} has "
+                f"{format_bytes(host.capacity)}"
             )
         return job.memory // num_devices
     others = checkpoints * num_devices if homes.checkpoints is host else 0

@@ -11,7 +11,7 @@ host to device (cg), all-gather (gg); gradients and checkpoints the other way.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from itertools import count
 
@@ -27,11 +27,12 @@ from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.trace import Category, Trace
 from zero_infinity.units import format_bytes
 
-# The first cycle records the order, the second fills memory by it; from the third on steps are alike.
-_WARM_UP_STEPS = 2
+# The first step records the order of uses. With it known the device fetches ahead, so what is asked of the host comes
+# in another order: the second step records that, the third fills memory by it, and from then on steps are alike.
+_WARM_UP_STEPS = 3
 # Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
 # would have a million, and finer ones change no result.
-_MAX_CHUNKS = 20_000
+_MAX_CHUNKS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Simulator:
         self._now = 0.0
         self._backward_end = 0.0
         hardware, division = setup.hardware, setup.division
+        self._sizes = {name: size * setup.job.states.parameter for name, size in setup.model.units.items()}
         self._program = step(setup.model, setup.job.interval)
         self._names = list(setup.units)
         self._keys = {name: key for key, name in enumerate(self._names)}
@@ -63,15 +65,23 @@ class Simulator:
         self._download = Link(f"device to {hardware.host.name}", hardware.host.latency)
         self._gather = Link("device to device", hardware.link_latency)
         self._updater = Link("update")
-        self._links = [self._compute, *self._storage.values(), self._upload, self._download, self._gather, self._updater]
-        self._host = HostTier(division, setup.num_devices, self._storage)
+        self._links = [
+            self._compute,
+            *self._storage.values(),
+            self._upload,
+            self._download,
+            self._gather,
+            self._updater,
+        ]
+        self._host = HostTier(division, setup.scale, setup.num_devices, self._storage)
+        self._chunk_bytes = max(division.chunk_bytes, sum(unit.record for unit in setup.units.values()) // _MAX_CHUNKS)
         self._chunks = {name: self._make_blocks(name) for name in setup.units}
         self._outstanding: deque[tuple[float, int]] = deque()  # gradients until they are used: when, bytes
         self._computing: set[int] = set()
         self._device = self._make_device()
         self._device_ready: dict[int, float] = {}
         self._checkpoint_ready: dict[int, float] = {}
-        self._waits: Counter[str] = Counter()
+        self._waits: defaultdict[str, float] = defaultdict(float)
         self._peaks: Counter[str] = Counter()
 
     def _make_blocks(self, name: str) -> list[_Chunk]:
@@ -80,8 +90,7 @@ class Simulator:
         moves = name not in setup.division.resident_units
         if moves and setup.parameters_stream:
             self._host.add(self._keys[name], name, unit.parameters, setup.homes.parameters)
-        total = sum(u.record for u in setup.units.values())
-        num_chunks = max(1, -(-unit.record // max(setup.division.chunk_bytes, total // _MAX_CHUNKS)))
+        num_chunks = max(1, -(-unit.record // self._chunk_bytes))
         record, gradient = -(-unit.record // num_chunks), -(-unit.gradients // num_chunks)
         chunks = [_Chunk(next(self._fresh_key), next(self._fresh_key), record, gradient) for _ in range(num_chunks)]
         if moves and setup.optimizer_streams:
@@ -99,16 +108,16 @@ class Simulator:
             return None
         lookahead = int(setup.device_cache * DEVICE_LOOKAHEAD_SHARE) if setup.job.overlap else 0
         device = Policy(setup.device_cache, lookahead, self._computing.__contains__)
-        for name, size in setup.model.units.items():
-            device.add(self._keys[name], size * setup.job.states.parameter)
+        for name, num_bytes in self._sizes.items():
+            device.add(self._keys[name], num_bytes)
         return device
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> Outcome:
         """Simulate until steps are alike, then one more, which is reported."""
-        for _ in range(_WARM_UP_STEPS):
-            self._step()
+        for number in range(_WARM_UP_STEPS):
+            self._step(same_order=number > 0 or self._device is None)
         started = self._now
         for link in self._links:
             link.busy_seconds, link.num_bytes, link.trace = 0.0, 0, self._trace
@@ -117,24 +126,26 @@ class Simulator:
         self._peaks.clear()
         forward_end = self._step()
         setup = self._setup
-        tokens = setup.job.batch * setup.model.seq
+        tokens, scale = setup.job.batch * setup.model.seq, setup.scale
         return Outcome(
-            seconds=self._now - started,
-            forward_seconds=forward_end - started,
-            backward_seconds=self._backward_end - forward_end,
-            compute_seconds=self._compute.busy_seconds,
-            waits=dict(self._waits),
-            traffic=tuple(Traffic(link.name, link.num_bytes, link.busy_seconds) for link in self._links),
-            read_bytes=self._host.read_bytes - before[0],
-            written_bytes=self._host.written_bytes - before[1],
+            seconds=scale * (self._now - started),
+            forward_seconds=scale * (forward_end - started),
+            backward_seconds=scale * (self._backward_end - forward_end),
+            compute_seconds=scale * self._compute.busy_seconds,
+            waits={name: scale * seconds for name, seconds in self._waits.items()},
+            traffic=tuple(
+                Traffic(link.name, int(scale * link.num_bytes), scale * link.busy_seconds) for link in self._links
+            ),
+            read_bytes=int(scale * (self._host.read_bytes - before[0])),
+            written_bytes=int(scale * (self._host.written_bytes - before[1])),
             peak_bytes=dict(self._peaks),
-            flops=sum(use.flops_per_token for use in self._program) * tokens,
+            flops=scale * sum(use.flops_per_token for use in self._program) * tokens,
             tokens=tokens * setup.num_ranks,
             num_ranks=setup.num_ranks,
         )
 
-    def _step(self) -> float:
-        """One step; returns when its forward pass was over."""
+    def _step(self, *, same_order: bool = True) -> float:
+        """One step; returns when its forward pass was over. `same_order`: the host will see the same again."""
         forward_end = self._now
         self._checkpoint_ready.clear()
         for use in self._program:
@@ -146,7 +157,7 @@ class Simulator:
             for name in self._setup.units:
                 self._update(name, self._now, retained=True)
             self._wait(self._updater.free_at, "optimizer step")
-        self._host.policy.end_cycle()
+        self._host.policy.end_cycle(same_order=same_order)
         if self._device is not None:
             self._device.end_cycle()
         return forward_end
@@ -198,8 +209,8 @@ class Simulator:
             decision = self._device.access(key)
         except NoRoomError as error:
             raise CapacityError(
-                f"{name!r} needs {format_bytes(error.needed)} of device memory, but {format_bytes(error.budget)} is left "
-                "for gathered parameters\n  fix:   a smaller batch, or more devices"
+                f"{name!r} needs {format_bytes(error.needed)} of device memory, but {format_bytes(error.budget)} is "
+                "left for gathered parameters\n  fix:   a smaller batch, or more devices"
             ) from None
         for fetched in decision.fetch:
             self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
@@ -209,15 +220,13 @@ class Simulator:
         """nc, cg, gg: each hop begins when the one before is done."""
         setup, unit, key = self._setup, self._setup.units[name], self._keys[name]
         ready = self._host.access(key, self._now)
-        whole = setup.model.units[name] * setup.job.states.parameter
+        whole = self._sizes[name]
         home = setup.homes.parameters
         if home.kind is not TierKind.DEVICE and not home.bypasses_host:
             ready = self._over_host_link(self._upload, name, Category.FETCH, ready, unit.parameters, whole)
         return self._collective(name, ready, whole)
 
-    def _over_host_link(
-        self, link: Link, name: str, category: Category, ready: float, shard: int, whole: int
-    ) -> float:
+    def _over_host_link(self, link: Link, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
         """A shard over every device's link at once, or all of it over its owner's."""
         host = self._setup.hardware.host
         if self._setup.job.partition is Partition.OWNER:
@@ -272,7 +281,7 @@ class Simulator:
 
     def _take_gradient(self, name: str) -> None:
         setup, unit = self._setup, self._setup.units[name]
-        whole = setup.model.units[name] * setup.job.states.parameter
+        whole = self._sizes[name]
         ready = self._collective(name, self._now, whole)
         if setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None:
             ready = self._over_host_link(self._download, name, Category.GRADIENT, ready, unit.parameters, whole)
@@ -290,7 +299,10 @@ class Simulator:
         """Wait until what is set aside has room for one more gradient."""
         while self._outstanding and self._outstanding[0][0] <= self._now:
             self._outstanding.popleft()
-        while self._outstanding and sum(size for _, size in self._outstanding) + num_bytes > self._setup.division.set_aside:
+        while (
+            self._outstanding
+            and sum(size for _, size in self._outstanding) + num_bytes > self._setup.division.set_aside
+        ):
             self._wait(self._outstanding.popleft()[0], name)
 
     def _update(self, name: str, gradient_ready: float, *, retained: bool) -> float:
@@ -330,7 +342,9 @@ class Simulator:
             self._now += seconds  # the same cores compute
         elif setup.homes.parameters.kind is TierKind.DEVICE:
             new_values = int(chunk.record_bytes * share)
-            done = self._over_host_link(self._upload, name, Category.UPDATE, done, new_values, new_values * setup.num_ranks)
+            done = self._over_host_link(
+                self._upload, name, Category.UPDATE, done, new_values, new_values * setup.num_ranks
+            )
         return done
 
 
