@@ -32,7 +32,7 @@ from zero_infinity.units import format_bytes
 _WARM_UP_STEPS = 3
 # Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
 # would have a million, and finer ones change no result.
-_MAX_CHUNKS = 4_000
+_MAX_CHUNKS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Simulator:
         self._trace = trace
         self._now = 0.0
         self._backward_end = 0.0
+        self._gradients_at = 0.0  # when the last one has arrived
         hardware, division = setup.hardware, setup.division
         self._sizes = {name: size * setup.job.states.parameter for name, size in setup.model.units.items()}
         self._program = step(setup.model, setup.job.interval)
@@ -152,6 +153,9 @@ class Simulator:
             self._use(use)
             if use.phase is Phase.FORWARD:
                 forward_end = self._now
+        if not self._setup.job.early_update:
+            # The step needs every gradient where it is kept.
+            self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
         if not self._setup.job.early_update:
             for name in self._setup.units:
@@ -285,6 +289,7 @@ class Simulator:
         ready = self._collective(name, self._now, whole)
         if setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None:
             ready = self._over_host_link(self._download, name, Category.GRADIENT, ready, unit.parameters, whole)
+        self._gradients_at = max(self._gradients_at, ready)
         if not setup.job.overlap:
             self._wait(ready, name)
         if setup.job.early_update:
