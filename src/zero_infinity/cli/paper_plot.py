@@ -52,8 +52,14 @@ def _draw_lines(axes: Axes, cells: list[Cell]) -> None:
         ours = [c.ours for c in members if c.ours is not None]
         (line,) = axes.plot(x, ours, marker=".", linewidth=1.3, label=name)
         published = [(c.x, c.published) for c in members if c.x is not None and c.published is not None]
-        hollow = {"linestyle": "none", "marker": "o", "markerfacecolor": "none"}
-        axes.plot([px for px, _ in published], [py for _, py in published], color=line.get_color(), **hollow)
+        axes.plot(
+            [px for px, _ in published],
+            [py for _, py in published],
+            linestyle="none",
+            marker="o",
+            markerfacecolor="none",
+            color=line.get_color(),
+        )
     axes.plot([], [], linestyle="none", marker="o", markerfacecolor="none", color="0.3", label="published")
 
 

@@ -1,4 +1,4 @@
-"""Where states live (ZeRO-Infinity, section 7.1): offload only what must be, the optimizer first, to the fastest tier.
+"""Where states live: by ZeRO-Infinity's section 7.1 (offload only what must be, to the fastest tier), or as the engine does.
 
 Pure: sizes and capacities in, homes out. A *home* is a position in the hardware's list of tiers.
 """
@@ -65,6 +65,26 @@ def choose_homes(need: Need, hardware: Hardware, num_nodes: int, host_memory: in
         return Homes(device, optimizer, checkpoints)
     room[host] -= max(0, not_for_states - (need.checkpoints if checkpoints is host else 0))
     return Homes(_place("parameters", need.parameters, list(hardware.tiers), room), optimizer, checkpoints)
+
+
+def slowest_homes(need: Need, hardware: Hardware, num_nodes: int, host_memory: int) -> Homes:
+    """As the engine does it: all states on the host, or, when they do not fit, all of them on the next tier with room.
+
+    Device memory only caches. Checkpoints stay on the device that made them while it has room.
+    """
+    room = {tier: capacity(tier, hardware, num_nodes) for tier in hardware.tiers}
+    device, host = hardware.device, hardware.host
+    not_for_states = room[host] - min(room[host], host_memory * num_nodes)
+    room[host] -= not_for_states
+    below = [tier for tier in hardware.tiers if tier is not device]
+    home = _place("parameters and optimizer states", need.parameters + need.optimizer, below, room)
+    room[host] += not_for_states
+    if device is not None:
+        room[device] -= need.working_per_device * hardware.devices_per_node * num_nodes
+        # Half of what is left is enough to gather parameters in.
+        if need.checkpoints <= room[device] // 2:
+            return Homes(home, home, device)
+    return Homes(home, home, _place("activation checkpoints", need.checkpoints, below, room))
 
 
 def _place(what: str, num_bytes: int, tiers: list[Tier], room: dict[Tier, int]) -> Tier:

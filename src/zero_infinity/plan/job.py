@@ -36,6 +36,13 @@ class Partition(enum.StrEnum):
     OWNER = "every parameter on one rank"  # ZeRO-Offload's: its owner loads all of it, then broadcast
 
 
+class Placement(enum.StrEnum):
+    """Who decides where states live."""
+
+    ENGINE = "engine"  # all states on the slowest tier in use; faster tiers are caches of it
+    PAPER = "paper"  # ZeRO-Infinity's section 7.1: each kind on the fastest tier with room (`plan.homes`)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One training job. `batch` is sequences a device in one step; a mean over devices may be a fraction."""
@@ -50,7 +57,8 @@ class Job:
     overlap: bool = True  # fetch ahead of use, and send gradients and checkpoints behind the computation
     early_update: bool = True  # update a parameter in backward, as soon as its gradient is complete
     partition: Partition = Partition.ALL
-    parameters_on: str | None = None  # a tier's name; None: by the rule of `plan.homes`
+    placement: Placement = Placement.ENGINE
+    parameters_on: str | None = None  # a tier's name, in place of what `placement` says
     optimizer_on: str | None = None
 
     def __post_init__(self) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from zero_infinity.config import MEASURED_FRACTION
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.plan.hardware import Hardware, Tier, TierKind
-from zero_infinity.plan.homes import Homes, Need, choose_homes
-from zero_infinity.plan.job import Job
+from zero_infinity.plan.homes import Homes, Need, choose_homes, slowest_homes
+from zero_infinity.plan.job import Job, Placement
 from zero_infinity.plan.model import Model
 from zero_infinity.units import format_bytes
 
@@ -77,6 +77,16 @@ class Setup:
         return self.num_devices * self.job.num_nodes
 
     @property
+    def gathered_bytes(self) -> int:
+        """Device memory for gathered parameters, and the gradients of the tile that computes."""
+        return 0 if self.device_cache is None else self.device_cache * 4 // 3
+
+    @property
+    def streaming_bytes(self) -> int:
+        """Host memory of a node that blocks stream through, and that waiting gradients take."""
+        return self.num_devices * (int(self.division.cache * self.scale) + self.division.set_aside)
+
+    @property
     def parameters_stream(self) -> bool:
         """Whether parameters move between host and a slower tier."""
         return self.homes.parameters.kind is TierKind.STORAGE
@@ -99,10 +109,12 @@ def prepare(model: Model, hardware: Hardware, job: Job, divide: Divide) -> Setup
     try:
         return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
     except CapacityError:
-        # By bytes it fitted on the host, but not with the engine's own needs: then the optimizer streams.
+        # By bytes it fitted on the host, but not with the engine's own needs: then it streams.
         if homes.optimizer.kind is not TierKind.HOST or job.optimizer_on or not hardware.storage:
             raise
-        homes = replace(homes, optimizer=hardware.storage[0])
+        storage = hardware.storage[0]
+        parameters = storage if job.placement is Placement.ENGINE and not job.parameters_on else homes.parameters
+        homes = replace(homes, optimizer=storage, parameters=parameters)
         return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
 
 
@@ -139,19 +151,23 @@ def _unit_bytes(model: Model, job: Job, num_ranks: int) -> dict[str, UnitBytes]:
 
 
 def _homes(model: Model, hardware: Hardware, job: Job, num_ranks: int, working: int, checkpoints: int) -> Homes:
-    num_parameters = model.num_parameters
     record = job.states.record + (0 if job.early_update else job.states.gradient)
-    need = Need(num_parameters * job.states.parameter, num_parameters * record, checkpoints * num_ranks, working)
+    need = Need(
+        model.num_parameters * job.states.parameter, model.num_parameters * record, checkpoints * num_ranks, working
+    )
     memory = job.memory if job.memory is not None else int(hardware.host.capacity * MEASURED_FRACTION)
-    homes = choose_homes(need, hardware, job.num_nodes, memory)
-    parameters = _tier_named(hardware, job.parameters_on) or homes.parameters
-    optimizer = _tier_named(hardware, job.optimizer_on) or homes.optimizer
+    rule = choose_homes if job.placement is Placement.PAPER else slowest_homes
+    homes = rule(need, hardware, job.num_nodes, memory)
     checkpoint_home = homes.checkpoints
     if job.offload_checkpoints is True and checkpoint_home.kind is TierKind.DEVICE:
         checkpoint_home = hardware.host
     if job.offload_checkpoints is False and hardware.device is not None:
         checkpoint_home = hardware.device
-    return Homes(parameters, optimizer, checkpoint_home)
+    return Homes(
+        _tier_named(hardware, job.parameters_on) or homes.parameters,
+        _tier_named(hardware, job.optimizer_on) or homes.optimizer,
+        checkpoint_home,
+    )
 
 
 def _tier_named(hardware: Hardware, name: str | None) -> Tier | None:

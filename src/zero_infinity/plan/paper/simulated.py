@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_infinity.plan.hardware import Hardware, load
-from zero_infinity.plan.job import PAPER, Job, Partition
+from zero_infinity.plan.job import PAPER, Job, Partition, Placement
 from zero_infinity.plan.model import Model, known, transformer
 from zero_infinity.plan.outcome import Outcome
 from zero_infinity.plan.paper.exhibit import Cell, Exhibit, Plot, PlotKind
@@ -74,7 +74,7 @@ def paper_job(hardware: Hardware, model: Model, job: Job) -> Job:
     if job.optimizer_on == hardware.host.name:
         living += (PAPER.record + PAPER.gradient) * model.num_parameters
     memory = min(hardware.host.capacity, PINNED_BYTES + -(-living // job.num_nodes) * 11 // 10)
-    return replace(job, states=PAPER, early_update=False, memory=memory)
+    return replace(job, states=PAPER, early_update=False, memory=memory, placement=Placement.PAPER)
 
 
 def run_paper_job(hardware: Hardware, model: Model, job: Job, divide: Divide) -> Outcome:
