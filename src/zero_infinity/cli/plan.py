@@ -98,7 +98,7 @@ def _bandwidth_table(needs: tuple[Need, ...]) -> Table:
         per = "in all" if need.aggregate else "a device"
         has = "not used" if math.isinf(need.has) else format_rate(need.has)
         verdict = "[green]enough[/]" if need.is_enough else "[yellow]less[/]"
-        overlap = "hidden as far as it goes" if need.overlapped else "exposed"
+        overlap = "behind computing" if need.overlapped else "exposed"
         needed = f"{format_rate(need.needed)} {per}"
         table.add_row(str(need.data), needed, f"{need.target:.0%} efficiency", has, verdict, overlap)
     return table

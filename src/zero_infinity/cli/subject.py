@@ -47,8 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                           "0 computes nothing again (default 1)")  # fmt: skip
     training.add_argument("--after-backward", action="store_true", help="update after backward rather than in it")
     training.add_argument("--no-overlap", action="store_true", help="every transfer after the other: the worst case")
-    training.add_argument("--placement", choices=list(Placement), default=Placement.ENGINE.value, help="engine: states on "
-                          "the slowest tier in use, caches above; paper: by ZeRO-Infinity's rule (default engine)")  # fmt: skip
+    training.add_argument("--placement", choices=list(Placement), default=Placement.ENGINE.value, help="engine: "
+                          "all on the slowest tier in use; paper: ZeRO-Infinity's rule (default: engine)")  # fmt: skip
     for what in ("parameters", "optimizer"):
         training.add_argument(f"--{what}-on", metavar="TIER", help=f"where {what} live, in place of the rule")
 

@@ -1,4 +1,4 @@
-"""Where states live: by ZeRO-Infinity's section 7.1 (offload only what must be, to the fastest tier), or as the engine does.
+"""Where states live: by ZeRO-Infinity's section 7.1 (offload only what must be), or as the engine does it.
 
 Pure: sizes and capacities in, homes out. A *home* is a position in the hardware's list of tiers.
 """
