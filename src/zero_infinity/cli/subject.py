@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,8 +94,12 @@ def model_of(args: argparse.Namespace) -> Model:
 
 
 def _from_config(path: Path, seq: int | None) -> Model:
-    """Built on the meta device: shapes and no memory, whatever its size."""
+    """Built of fake tensors, which have shapes and no memory, whatever its size.
+
+    Like the meta device, but models that look into their masks can tell that there is nothing to see.
+    """
     import torch
+    from torch._subclasses import FakeTensorMode
 
     from zero_infinity.plan import modules
     from zero_infinity.workload import hugging_face
@@ -103,20 +108,18 @@ def _from_config(path: Path, seq: int | None) -> Model:
     length = seq or min(config.max_seq or 1024, 1024)
     if config.max_seq is not None and length > config.max_seq:
         raise ConfigError(f"--seq is {length}, but {path} has positions for {config.max_seq}")
-    with torch.device("meta"):
+    with FakeTensorMode():
         model = config.build()
         tokens = torch.zeros(1, length, dtype=torch.long)
-    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    name = str(config.settings.model_type)
-    return modules.describe(model, inputs, batch=1, seq=length, name=name, dtype_bytes=_element_bytes(model))
-
-
-def _element_bytes(model: object) -> int:
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
-        return 4
-    return next(model.parameters()).element_size()
+        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        element_bytes = next(model.parameters()).element_size()
+        name = str(config.settings.model_type)
+        try:
+            return modules.describe(model, inputs, batch=1, seq=length, name=name, dtype_bytes=element_bytes)
+        except RuntimeError as error:  # what torch raises for a forward that asks for values
+            reason = str(error).splitlines()[0]
+            print(f"warning: {name} cannot run without values ({reason}); counted by its parameters", file=sys.stderr)
+            return modules.outline(model, seq=length, name=name)
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Any `nn.Module` as the planner's model: run once on the meta device, where tensors have shapes and no memory.
+"""Any `nn.Module` as the planner's model: run once with tensors that have shapes and no memory (meta, or fake ones).
 
 The only file here that imports torch. Operations are counted by torch's own counter, saved values by autograd's hooks,
 both for the module that runs at the moment; nothing is guessed from names except which modules repeat.
@@ -26,7 +26,7 @@ _HALF_BYTES = 2
 def describe(
     model: nn.Module, inputs: Mapping[str, Any], *, batch: int, seq: int, name: str, dtype_bytes: int = _HALF_BYTES
 ) -> Model:
-    """Run `model(**inputs)`, both on the meta device, and note what each of its modules does, in order.
+    """Run `model(**inputs)`, neither with any memory, and note what each of its modules does, in order.
 
     `dtype_bytes`: what one saved element takes in this run; saved bytes are counted in units of it.
     """
@@ -55,6 +55,34 @@ def describe(
     if not any(operator.num_parameters for operator in operators):
         raise ConfigError(f"{name}: the model has no parameters")
     return Model(name, tuple(operators), _hidden(watch, tokens), seq)
+
+
+def outline(model: nn.Module, *, seq: int, name: str) -> Model:
+    """Without running it: modules in the order in which they are registered, two operations for each weight.
+
+    For models whose forward depends on values. Experts count as if every token went through all of them.
+    """
+    blocks = _blocks(model)
+    operators: list[Operator] = []
+    owners: dict[int, str] = {}
+    for module_name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        weights = [] if isinstance(module, nn.Embedding) else [p for p in own if p.dim() > 1]
+        operators.append(
+            Operator(
+                module_name,
+                sum(parameter.numel() for parameter in own),
+                2.0 * sum(weight.numel() for weight in weights),
+                float(sum(sum(weight.shape[-2:]) for weight in weights)),
+                blocks.get(module_name, OUTSIDE),
+                owners.setdefault(id(own[0]), module_name),
+                not isinstance(module, nn.Embedding),
+            )
+        )
+    widths = Counter(p.shape[-1] for p in model.parameters() if p.dim() == 1)
+    return Model(name, tuple(operators), widths.most_common(1)[0][0] if widths else 1, seq)
 
 
 class _Watch:

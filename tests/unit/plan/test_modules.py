@@ -6,7 +6,7 @@ from torch import nn
 
 from zero_infinity.errors import ConfigError
 from zero_infinity.plan.model import OUTSIDE, transformer
-from zero_infinity.plan.modules import describe
+from zero_infinity.plan.modules import describe, outline
 from zero_infinity.plan.program import step
 from zero_infinity.workload.model import ByteGPT
 from zero_infinity.workload.presets import VOCABULARY, Shape
@@ -59,3 +59,12 @@ def test_any_module() -> None:
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameters"):
         describe(nn.ReLU(), {"input": torch.zeros(1, device="meta")}, batch=1, seq=1, name="relu")
+
+
+def test_an_outline_needs_no_run() -> None:
+    model = outline(byte_gpt(), seq=64, name="gpt")
+    numbers = transformer(4, 128, 4, 64, vocabulary=VOCABULARY, tied=False)
+    assert model.num_parameters == Shape(4, 128, 4, 64).num_parameters
+    assert (model.num_blocks, model.hidden) == (4, 128)
+    attention = 4 * 4 * 64 * 128
+    assert model.forward_flops(1) == numbers.forward_flops(1) - attention
