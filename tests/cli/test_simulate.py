@@ -23,7 +23,7 @@ def test_json_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     trace = traces.read(tmp_path / "t.json")
     spans = list(trace.spans)
     moved = sum(span.num_bytes for span in spans if span.lane == "NVMe")
-    assert moved == result["read_bytes"] + result["written_bytes"] > 0
+    assert moved == 2 * (result["read_bytes"] + result["written_bytes"]) > 0  # two steps
     assert trace.budgets == {"RAM": 512 * 2**20}
     assert max(sample.num_bytes for sample in trace.samples) <= 512 * 2**20
 

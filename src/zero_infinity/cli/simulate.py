@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subject.add_options(parser)
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the step as Chrome trace JSON")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write two steps as Chrome trace JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -72,7 +72,7 @@ def _make_trace(setup: Setup, name: str) -> Trace:
     if setup.device_cache is not None and setup.hardware.device is not None:
         budgets[setup.hardware.device.name] = setup.device_cache
     part = "" if setup.scale == 1 else f", one of {setup.scale:.3g} slices of its blocks"
-    return Trace(f"{name} on {setup.num_ranks} devices of {setup.hardware.name}, simulated{part}", budgets)
+    return Trace(f"{name} on {setup.num_ranks} devices of {setup.hardware.name}, two steps, simulated{part}", budgets)
 
 
 def _print(console: Console, setup: Setup, outcome: Outcome, title: str, seconds: float) -> None:

@@ -173,9 +173,9 @@ def test_the_trace_shows_the_step() -> None:
     for lane in lanes.values():
         assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(lane))
     moved = sum(s.num_bytes for s in spans if s.category in (Category.FETCH, Category.WRITE_BACK))
-    assert moved == outcome.read_bytes + outcome.written_bytes
+    assert moved == 2 * (outcome.read_bytes + outcome.written_bytes)  # two steps, alike
     waited = sum(s.seconds for s in spans if s.category == Category.WAIT)
-    assert waited == pytest.approx(outcome.wait_seconds)
+    assert waited == pytest.approx(2 * outcome.wait_seconds, rel=0.01)
     assert max(sample.num_bytes for sample in trace.samples) == outcome.peak_bytes["RAM"]
 
 
