@@ -9,7 +9,7 @@ from __future__ import annotations
 from zero_infinity.errors import CapacityError
 from zero_infinity.plan.hardware import Tier
 from zero_infinity.plan.links import Link
-from zero_infinity.plan.setup import Division
+from zero_infinity.plan.setup import PAGE_BYTES, Division
 from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.trace import Category
 from zero_infinity.units import format_bytes
@@ -35,6 +35,7 @@ class HostTier:
         self._without_content: set[int] = set()
 
     def add(self, key: int, name: str, num_bytes: int, home: Tier, *, has_content: bool = True) -> None:
+        num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         self._sizes[key] = num_bytes
         self._names[key] = name
         self._homes[key] = home

@@ -25,11 +25,17 @@ DEVICE_LOOKAHEAD_SHARE = 1 / 3
 MAX_UNITS = 2_000
 
 
+# As in the engine: parameters and chunks start at multiples of this many elements, and blocks are whole pages.
+GRAIN = 64
+PAGE_BYTES = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
     """What one rank keeps of a unit."""
 
     name: str
+    num_elements: int
     parameters: int
     record: int
     gradients: int
@@ -139,15 +145,18 @@ def _with_homes(
 
 
 def _unit_bytes(model: Model, job: Job, num_ranks: int) -> dict[str, UnitBytes]:
-    return {
-        name: UnitBytes(
-            name,
-            -(-size * job.states.parameter // num_ranks),
-            -(-size * job.states.record // num_ranks),
-            -(-size * job.states.gradient // num_ranks),
+    units: dict[str, UnitBytes] = {}
+    for name, size in model.units.items():
+        elements = _round_up(-(-size // num_ranks), GRAIN)
+        parameters = _round_up(elements * job.states.parameter, PAGE_BYTES)
+        units[name] = UnitBytes(
+            name, elements, parameters, elements * job.states.record, elements * job.states.gradient
         )
-        for name, size in model.units.items()
-    }
+    return units
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _homes(model: Model, hardware: Hardware, job: Job, num_ranks: int, working: int, checkpoints: int) -> Homes:
@@ -225,6 +234,7 @@ def _divide(units: dict[str, UnitBytes], memory: int, homes: Homes, divide: Divi
     moving = [
         UnitBytes(
             unit.name,
+            unit.num_elements,
             unit.parameters if homes.parameters.kind in kinds else 0,
             unit.record if homes.optimizer.kind in kinds else 0,
             unit.gradients if homes.optimizer.kind is not TierKind.DEVICE else 0,

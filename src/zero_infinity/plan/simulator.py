@@ -22,7 +22,7 @@ from zero_infinity.plan.job import Partition
 from zero_infinity.plan.links import Link
 from zero_infinity.plan.outcome import Outcome, Traffic
 from zero_infinity.plan.program import Phase, Use, step
-from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, Setup
+from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, GRAIN, Setup
 from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.trace import Category, Trace
 from zero_infinity.units import format_bytes
@@ -91,15 +91,17 @@ class Simulator:
         moves = name not in setup.division.resident_units
         if moves and setup.parameters_stream:
             self._host.add(self._keys[name], name, unit.parameters, setup.homes.parameters)
-        num_chunks = max(1, -(-unit.record // self._chunk_bytes))
-        record, gradient = -(-unit.record // num_chunks), -(-unit.gradients // num_chunks)
-        chunks = [_Chunk(next(self._fresh_key), next(self._fresh_key), record, gradient) for _ in range(num_chunks)]
-        if moves and setup.optimizer_streams:
-            for number, chunk in enumerate(chunks):
-                self._host.add(chunk.record, f"{name}[{number}] record", record, setup.homes.optimizer)
-                self._host.add(
-                    chunk.gradient, f"{name}[{number}] gradient", gradient, setup.homes.optimizer, has_content=False
-                )
+        states, home = setup.job.states, setup.homes.optimizer
+        chunk_elements = max(GRAIN, self._chunk_bytes // states.record // GRAIN * GRAIN)
+        chunks: list[_Chunk] = []
+        for number, start in enumerate(range(0, unit.num_elements, chunk_elements)):
+            elements = min(chunk_elements, unit.num_elements - start)
+            record, gradient = elements * states.record, elements * states.gradient
+            chunk = _Chunk(next(self._fresh_key), next(self._fresh_key), record, gradient)
+            chunks.append(chunk)
+            if moves and setup.optimizer_streams:
+                self._host.add(chunk.record, f"{name}[{number}] record", record, home)
+                self._host.add(chunk.gradient, f"{name}[{number}] gradient", gradient, home, has_content=False)
         return chunks
 
     def _make_device(self) -> Policy | None:
