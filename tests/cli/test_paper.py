@@ -18,7 +18,7 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 
 
 def test_deviations_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "240")
     assert main(["paper", "infinity-figure6a"]) == 0
     output = capsys.readouterr().out
     assert "the largest deviation is 50.1%" in output

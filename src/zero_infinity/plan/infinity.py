@@ -53,10 +53,6 @@ class Transformer:
     def _block_activation_bytes(self, batch: float) -> float:
         return batch * self.seq * (16 * self.hidden + 2 * self.heads * self.seq)
 
-    def computation(self, batch: float) -> float:
-        """Operations of one step: 2 a parameter and token, forward once, again for recomputation, backward twice."""
-        return 2.0 * 4 * batch * self.seq * self.num_parameters
-
 
 def largest_hidden(chunk_bytes: int, tiles: int, *, with_gradient: bool) -> int:
     """The widest h -> 4h layer whose tiles fit in contiguous memory of `chunk_bytes` (figure 6b), a power of two.

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 HALF_BYTES = 2
 SINGLE_BYTES = 4
-# Out of memory was seen with more than this part of a device's memory still free (section 3.2).
-FRAGMENTATION_SHARE = 0.30
 
 
 def activation_bytes(hidden: int, batch: int, seq: int, layers: int) -> float:
@@ -60,8 +58,3 @@ class PartitionedActivations:
     def host_traffic_bytes(self) -> float:
         """P_a+cpu moves each shard to the host and back."""
         return 2 * self.shard_bytes
-
-
-def host_offload_pays(host_traffic_seconds: float, communication_seconds_saved: float) -> bool:
-    """P_a+cpu is for when it lets the batch grow so far that data-parallel traffic falls by more than it costs."""
-    return host_traffic_seconds < communication_seconds_saved

@@ -18,11 +18,10 @@ from itertools import count
 from zero_infinity.errors import CapacityError
 from zero_infinity.plan.hardware import TierKind
 from zero_infinity.plan.host_tier import HostTier
-from zero_infinity.plan.job import Partition
-from zero_infinity.plan.links import Link
 from zero_infinity.plan.outcome import Outcome, Traffic
 from zero_infinity.plan.program import Phase, Use, step
 from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, GRAIN, Setup
+from zero_infinity.plan.wires import Wires
 from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.trace import Category, Trace
 from zero_infinity.units import format_bytes
@@ -54,34 +53,22 @@ class Simulator:
         self._now = 0.0
         self._backward_end = 0.0
         self._gradients_at = 0.0  # when the last one has arrived
-        hardware, division = setup.hardware, setup.division
+        division = setup.division
         self._sizes = {name: size * setup.job.states.parameter for name, size in setup.model.units.items()}
         self._program = step(setup.model, setup.job.interval)
         self._names = list(setup.units)
         self._keys = {name: key for key, name in enumerate(self._names)}
         self._fresh_key = count(len(self._keys))
-        self._compute = Link("compute")
-        self._storage = {tier: Link(tier.name, tier.latency) for tier in hardware.storage}
-        self._upload = Link(f"{hardware.host.name} to device", hardware.host.latency)
-        self._download = Link(f"device to {hardware.host.name}", hardware.host.latency)
-        self._gather = Link("device to device", hardware.link_latency)
-        self._updater = Link("update")
-        self._links = [
-            self._compute,
-            *self._storage.values(),
-            self._upload,
-            self._download,
-            self._gather,
-            self._updater,
-        ]
-        self._host = HostTier(division, setup.scale, setup.num_devices, self._storage)
+        self._wires = Wires(setup)
+        self._host = HostTier(division, setup.scale, setup.num_devices, self._wires.storage)
         self._chunk_bytes = max(division.chunk_bytes, sum(unit.record for unit in setup.units.values()) // _MAX_CHUNKS)
         self._chunks = {name: self._make_blocks(name) for name in setup.units}
         self._outstanding: deque[tuple[float, int]] = deque()  # gradients until they are used: when, bytes
         self._computing: set[int] = set()
         self._device = self._make_device()
         self._device_ready: dict[int, float] = {}
-        self._checkpoint_ready: dict[int, float] = {}
+        self._stored: dict[int, float] = {}  # checkpoints -> when they are at home
+        self._loaded: dict[int, float] = {}  # those fetched ahead -> when they are back
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._peaks: Counter[str] = Counter()
 
@@ -123,11 +110,11 @@ class Simulator:
             self._step(same_order=number > 0 or self._device is None)
         if self._trace is not None:
             # Two steps are traced: a transfer that a step left to the next one is seen where it was asked for.
-            for link in self._links:
+            for link in self._wires.links:
                 link.trace = self._trace
             self._step()
         started = self._now
-        for link in self._links:
+        for link in self._wires.links:
             link.busy_seconds, link.num_bytes = 0.0, 0
         before = self._host.read_bytes, self._host.written_bytes
         self._waits.clear()
@@ -139,10 +126,10 @@ class Simulator:
             seconds=scale * (self._now - started),
             forward_seconds=scale * (forward_end - started),
             backward_seconds=scale * (self._backward_end - forward_end),
-            compute_seconds=scale * self._compute.busy_seconds,
+            compute_seconds=scale * self._wires.compute.busy_seconds,
             waits={name: scale * seconds for name, seconds in self._waits.items()},
             traffic=tuple(
-                Traffic(link.name, int(scale * link.num_bytes), scale * link.busy_seconds) for link in self._links
+                Traffic(link.name, int(scale * link.num_bytes), scale * link.busy_seconds) for link in self._wires.links
             ),
             read_bytes=int(scale * (self._host.read_bytes - before[0])),
             written_bytes=int(scale * (self._host.written_bytes - before[1])),
@@ -155,7 +142,6 @@ class Simulator:
     def _step(self, *, same_order: bool = True) -> float:
         """One step; returns when its forward pass was over. `same_order`: the host will see the same again."""
         forward_end = self._now
-        self._checkpoint_ready.clear()
         for use in self._program:
             self._use(use)
             if use.phase is Phase.FORWARD:
@@ -167,7 +153,7 @@ class Simulator:
         if not self._setup.job.early_update:
             for name in self._setup.units:
                 self._update(name, self._now, retained=True)
-            self._wait(self._updater.free_at, "optimizer step")
+            self._wait(self._wires.updater.free_at, "optimizer step")
         self._host.policy.end_cycle(same_order=same_order)
         if self._device is not None:
             self._device.end_cycle()
@@ -180,7 +166,7 @@ class Simulator:
         if use.needs_weight:
             self._wait(self._bring(use.operator.unit), name)
         seconds = use.flops_per_token * setup.job.batch * setup.model.seq / setup.hardware.flops
-        self._now = self._compute.occupy(name, Category.COMPUTE, self._now, seconds)
+        self._now = self._wires.compute.occupy(name, Category.COMPUTE, self._now, seconds)
         if use.stores is not None:
             self._store_checkpoint(use.stores, name)
         if use.completes is not None:
@@ -191,8 +177,8 @@ class Simulator:
         if until <= self._now:
             return
         self._waits[name] += until - self._now
-        if self._compute.trace is not None:
-            self._compute.trace.span(name, Category.WAIT, "wait", self._now, until - self._now)
+        if self._wires.compute.trace is not None:
+            self._wires.compute.trace.span(name, Category.WAIT, "wait", self._now, until - self._now)
         self._now = until
 
     def _note_held(self) -> None:
@@ -201,8 +187,8 @@ class Simulator:
             held[self._setup.hardware.device.name] = self._device.cached_bytes
         for tier, num_bytes in held.items():
             self._peaks[tier] = max(self._peaks[tier], num_bytes)
-            if self._compute.trace is not None:
-                self._compute.trace.held(tier, self._now, num_bytes)
+            if self._wires.compute.trace is not None:
+                self._wires.compute.trace.held(tier, self._now, num_bytes)
 
     # ------------------------------------------------------------------ parameters
 
@@ -234,68 +220,35 @@ class Simulator:
         whole = self._sizes[name]
         home = setup.homes.parameters
         if home.kind is not TierKind.DEVICE and not home.bypasses_host:
-            ready = self._over_host_link(self._upload, name, Category.FETCH, ready, unit.parameters, whole)
-        return self._collective(name, ready, whole)
-
-    def _over_host_link(self, link: Link, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
-        """A shard over every device's link at once, or all of it over its owner's."""
-        host = self._setup.hardware.host
-        if self._setup.job.partition is Partition.OWNER:
-            return link.occupy(name, category, ready, whole / host.one_device, whole)
-        seconds = max(shard * self._setup.num_devices / host.read, shard / host.one_device)
-        return link.occupy(name, category, ready, seconds, shard)
-
-    def _collective(self, name: str, ready: float, whole: int) -> float:
-        """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
-        num_ranks = self._setup.num_ranks
-        if num_ranks == 1:
-            return ready
-        num_bytes = whole * (num_ranks - 1) // num_ranks
-        seconds = num_bytes / self._setup.hardware.gather_link(self._setup.job.num_nodes)
-        return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
+            ready = self._wires.upload(name, Category.FETCH, ready, unit.parameters, whole)
+        return self._wires.collective(name, ready, whole)
 
     # ------------------------------------------------------------------ activation checkpoints
 
-    def _checkpoint_transfer(self, link: Link, name: str, ready: float, *, store: bool) -> float:
-        setup = self._setup
-        home, hardware = setup.homes.checkpoints, setup.hardware
-        if home.kind is TierKind.DEVICE or (home.kind is TierKind.HOST and hardware.device is None):
-            return ready
-        num_bytes = int(2 * setup.job.batch * setup.model.seq * setup.model.hidden)
-        hops = [(link, hardware.host)] if hardware.device is not None else []
-        if home.kind is TierKind.STORAGE:
-            hops.append((self._storage[home], home))
-        for hop, tier in hops if store else reversed(hops):
-            rate = tier.write if store else tier.read
-            seconds = max(num_bytes * setup.num_devices / rate, num_bytes / tier.one_device)
-            ready = hop.occupy(name, Category.ACTIVATION, ready, seconds, num_bytes)
-        return ready
-
     def _store_checkpoint(self, number: int, name: str) -> None:
-        done = self._checkpoint_transfer(self._download, name, self._now, store=True)
-        self._checkpoint_ready[number] = done
+        self._stored[number] = self._wires.store_checkpoint(name, self._now)
         if not self._setup.job.overlap:
-            self._wait(done, name)
+            self._wait(self._stored[number], name)
 
     def _load_checkpoint(self, number: int, name: str) -> None:
         """Wait for this one, and fetch the one that is needed next meanwhile."""
-        stored = self._checkpoint_ready.pop(number)
-        if stored >= 0.0:  # not fetched ahead
-            stored = -self._checkpoint_transfer(self._upload, name, max(stored, self._now), store=False)
-        self._wait(-stored, name)
-        if self._setup.job.overlap and number - 1 in self._checkpoint_ready:
-            ahead = self._checkpoint_ready[number - 1]
-            loaded = self._checkpoint_transfer(self._upload, name, max(ahead, self._now), store=False)
-            self._checkpoint_ready[number - 1] = -loaded
+        if number not in self._loaded:
+            self._fetch_checkpoint(number, name)
+        self._wait(self._loaded.pop(number), name)
+        if self._setup.job.overlap and number - 1 in self._stored:
+            self._fetch_checkpoint(number - 1, name)
+
+    def _fetch_checkpoint(self, number: int, name: str) -> None:
+        self._loaded[number] = self._wires.load_checkpoint(name, max(self._now, self._stored.pop(number)))
 
     # ------------------------------------------------------------------ gradients and updates
 
     def _take_gradient(self, name: str) -> None:
         setup, unit = self._setup, self._setup.units[name]
         whole = self._sizes[name]
-        ready = self._collective(name, self._now, whole)
+        ready = self._wires.collective(name, self._now, whole)
         if setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None:
-            ready = self._over_host_link(self._download, name, Category.GRADIENT, ready, unit.parameters, whole)
+            ready = self._wires.download(name, Category.GRADIENT, ready, unit.parameters, whole)
         self._gradients_at = max(self._gradients_at, ready)
         if not setup.job.overlap:
             self._wait(ready, name)
@@ -346,17 +299,15 @@ class Simulator:
         moved = int(chunk.record_bytes * (2 + share)) + chunk.gradient_bytes
         device = setup.hardware.device
         if setup.homes.optimizer.kind is TierKind.DEVICE and device is not None:
-            self._now = self._compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
+            self._now = self._wires.compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
             return self._now
         seconds = moved * setup.num_devices / setup.hardware.update_rate
-        done = self._updater.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
+        done = self._wires.updater.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
         if device is None:
             self._now += seconds  # the same cores compute
         elif setup.homes.parameters.kind is TierKind.DEVICE:
-            new_values = int(chunk.record_bytes * share)
-            done = self._over_host_link(
-                self._upload, name, Category.UPDATE, done, new_values, new_values * setup.num_ranks
-            )
+            new = int(chunk.record_bytes * share)
+            done = self._wires.upload(name, Category.UPDATE, done, new, new * setup.num_ranks)
         return done
 
 

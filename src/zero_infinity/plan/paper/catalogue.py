@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zero_infinity.errors import ConfigError
-from zero_infinity.plan.paper import bandwidth_tables, infinity_paper, simulated, zero_paper
+from zero_infinity.plan.paper import bandwidth_tables, infinity_paper, infinity_scale, simulated, zero_paper
 from zero_infinity.plan.paper.exhibit import Exhibit
 from zero_infinity.plan.setup import Divide
 
@@ -15,14 +15,15 @@ _EQUATIONS: dict[str, Callable[[], Exhibit]] = {
     "zero-table1": zero_paper.table_1,
     "zero-table2": zero_paper.table_2,
     "zero-figure1": zero_paper.figure_1,
-    "infinity-figure1": infinity_paper.figure_1,
+    "zero-residual": zero_paper.residual,
+    "infinity-figure1": infinity_scale.figure_1,
     "infinity-figure2a": infinity_paper.figure_2a,
     "infinity-figure2b": infinity_paper.figure_2b,
     "infinity-figure3a": partial(infinity_paper.figure_3, "a"),
     "infinity-figure3b": partial(infinity_paper.figure_3, "b"),
     "infinity-figure3c": partial(infinity_paper.figure_3, "c"),
-    "infinity-figure6a": infinity_paper.figure_6a,
-    "infinity-figure6b": infinity_paper.figure_6b,
+    "infinity-figure6a": infinity_scale.figure_6a,
+    "infinity-figure6b": infinity_scale.figure_6b,
     "infinity-table3": infinity_paper.table_3,
     "infinity-table4": infinity_paper.table_4,
     "bandwidth-required": bandwidth_tables.required,

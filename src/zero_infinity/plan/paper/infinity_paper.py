@@ -1,4 +1,4 @@
-"""ZeRO-Infinity (arXiv 2104.07857), what follows from equations alone: figures 1, 2, 3, 6a, 6b, tables 3 and 4.
+"""ZeRO-Infinity (arXiv 2104.07857), what follows from equations alone: figures 2 and 3, tables 3 and 4.
 
 Facts of the paper stand here as printed; where it disagrees with itself or with the talk, both are shown.
 """
@@ -15,9 +15,8 @@ from zero_infinity.plan.efficiency import (
     required_bandwidth,
 )
 from zero_infinity.plan.hardware import Hardware, load
-from zero_infinity.plan.infinity import Transformer, largest_hidden
+from zero_infinity.plan.infinity import Transformer
 from zero_infinity.plan.paper.exhibit import Cell, Exhibit, Plot, PlotKind
-from zero_infinity.plan.strategies import Strategy, largest_model
 
 SOURCE = "ZeRO-Infinity, arXiv 2104.07857"
 _SEQ = 1024
@@ -50,24 +49,6 @@ _FIGURE_2B = (
     (96, 16, "48", "144", "2688", "3.0", "1.6"),
 )
 
-# Figure 1: trillions of parameters by nodes.
-_FIGURE_1 = {
-    Strategy.INFINITY_NVME: {1: "1", 8: "8", 16: "16", 32: "32", 64: "64", 128: "128"},
-    Strategy.THREE_D: {1: "0.02", 8: "0.16", 16: "0.32", 32: "0.64", 64: "1.28", 128: "2.56"},
-}
-# Figure 6a: billions of parameters on one DGX-2.
-_FIGURE_6A = {
-    Strategy.DATA_PARALLEL: "1.4",
-    Strategy.ZERO_2: "10",
-    Strategy.ZERO_OFFLOAD: "13",
-    Strategy.ZERO_3: "20",
-    Strategy.THREE_D: "20",
-    Strategy.INFINITY_CPU: "70",
-    Strategy.INFINITY_NVME: "1000",
-}
-_FIGURE_6B = {1: "8", 2: "16", 4: "32", 16: "64"}  # tiles -> hidden in K
-_CHUNK_BYTES = 2 * _GIB
-
 # Table 4: degradation by parameters, optimizer and activations; efficiency; range and measured TFLOP/s.
 TABLE_4 = {
     "5T": (3.0, 49152, "0.25", "0.10", "0.020", "0.63", "39", "63.82", "44"),
@@ -78,28 +59,6 @@ _TABLE_4_GATHER = 70e9
 _TABLE_4_AGGREGATE = 819e9
 _TABLE_4_CHECKPOINTS = 3e9
 _TABLE_4_MARGIN = 1.3  # the paper's own allowance at the upper end
-
-
-def figure_1() -> Exhibit:
-    hardware = load("dgx2")
-    cells = [
-        Cell((str(strategy), str(nodes)), largest_model(strategy, hardware, nodes) / _TRILLION, printed, x=nodes)
-        for strategy, row in _FIGURE_1.items()
-        for nodes, printed in row.items()
-    ]
-    return Exhibit(
-        "infinity-figure1",
-        "Largest model against the number of DGX-2 nodes",
-        f"{SOURCE}, figure 1",
-        ("strategy", "nodes"),
-        "trillion parameters",
-        tuple(cells),
-        (
-            "Ours is the bound by model states alone, at 20 bytes a parameter in all memory there is; the paper "
-            "trained what it prints for up to 32 nodes and projects the rest.",
-        ),
-        Plot(PlotKind.LINES, "nodes", "trillion parameters", log_x=True, log_y=True),
-    )
 
 
 def figure_2a() -> Exhibit:
@@ -206,50 +165,6 @@ def figure_3(part: str) -> Exhibit:
 _FIGURE_3_A = {(1, 70): "50"}
 _FIGURE_3_B = {(2, 1500): "90"}
 _FIGURE_3_C = {(2, 2): "50", (8, 3): "80"}
-
-
-def figure_6a() -> Exhibit:
-    hardware = load("dgx2")
-    notes = {Strategy.INFINITY_CPU: "the text says almost 100; its 125 x 8192 has 100.7B parameters"}
-    cells = tuple(
-        Cell(
-            (str(strategy),), largest_model(strategy, hardware) / 1e9, printed, notes.get(strategy, ""), x=float(number)
-        )
-        for number, (strategy, printed) in enumerate(_FIGURE_6A.items())
-    )
-    return Exhibit(
-        "infinity-figure6a",
-        "Largest model on one DGX-2, by strategy",
-        f"{SOURCE}, figure 6a",
-        ("strategy",),
-        "billion parameters",
-        cells,
-        ("Ours is the bound by model states alone, at 20 bytes a parameter; the paper's are sizes that ran.",),
-        Plot(PlotKind.BARS, "strategy", "billion parameters", log_y=True),
-    )
-
-
-def figure_6b() -> Exhibit:
-    cells = [
-        Cell(
-            (reading, str(tiles)),
-            largest_hidden(_CHUNK_BYTES, tiles, with_gradient=with_gradient) / 1024,
-            printed,
-            x=tiles,
-        )
-        for reading, with_gradient in (("a chunk holds a weight", False), ("a chunk holds weight and gradient", True))
-        for tiles, printed in _FIGURE_6B.items()
-    ]
-    return Exhibit(
-        "infinity-figure6b",
-        "Widest layer with memory in chunks of 2 GB, against the tiling factor",
-        f"{SOURCE}, figure 6b",
-        ("reading", "tiles"),
-        "K",
-        tuple(cells),
-        ("Neither reading gives all four: with a weight a chunk, 1 tile is 16K; with both, 4 and 16 are half.",),
-        Plot(PlotKind.LINES, "tiles", "hidden size in K", log_x=True, log_y=True),
-    )
 
 
 def table_3() -> Exhibit:

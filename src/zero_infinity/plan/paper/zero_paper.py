@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from zero_infinity.plan.paper.exhibit import Cell, Exhibit, Plot, PlotKind
-from zero_infinity.plan.zero import Stage, largest_model, state_bytes
+from zero_infinity.plan.residual import (
+    PartitionedActivations,
+    activation_bytes,
+    block_checkpoint_bytes,
+    checkpointed_activation_bytes,
+    fused_buffer_bytes,
+)
+from zero_infinity.plan.zero import Stage, communication_elements, largest_model, state_bytes
 
 _SOURCE = "ZeRO, arXiv 1910.02054"
 _GB = 1e9
@@ -119,6 +126,47 @@ def figure_1() -> Exhibit:
         "GB",
         tuple(cells),
         plot=Plot(PlotKind.BARS, "stage", "GB a device"),
+    )
+
+
+def residual() -> Exhibit:
+    """What the text says of activations, buffers and traffic, without a table of its own."""
+    gpt2 = (1600, 32, 1024, 48)  # hidden, batch, sequence, layers of the 1.5B example
+    hundred_billion = PartitionedActivations(block_checkpoint_bytes(8192, 32, 1024, 125), model_parallel=16)
+    half = (
+        "the printed number counts 1 byte an element; in 16 bits it is twice that, as the text's 60 GB elsewhere says"
+    )
+    cells = [
+        Cell(("activations of 1.5B, GB",), activation_bytes(*gpt2) / _GB, "60", "section 3.2: about"),
+        Cell(
+            ("the same with checkpoints, GB",),
+            checkpointed_activation_bytes(*gpt2) / _GB,
+            "8",
+            "section 3.2: about; ours assumes groups of sqrt(layers) blocks",
+        ),
+        Cell(("fused buffer of 1.5B, GB",), fused_buffer_bytes(1.5e9) / _GB, "6", "section 3.2"),
+        Cell(("fused buffer of 3B, GB",), fused_buffer_bytes(3e9) / _GB, "12", "section 5"),
+        Cell(("checkpoints of 100B, GB",), hundred_billion.checkpoint_bytes / _GB, "33", f"section 6.1: {half}"),
+        Cell(("the same with P_a over 16 GPUs, GB",), hundred_billion.shard_bytes / _GB, "2", f"section 6.1: {half}"),
+        Cell(
+            ("traffic of P_a against tensor slicing, %",),
+            100 * hundred_billion.communication_overhead,
+            "10",
+            "section 8: less than 10%",
+        ),
+    ]
+    printed = {Stage.NONE: "2", Stage.OPTIMIZER: "2", Stage.GRADIENTS: "2", Stage.PARAMETERS: "3"}
+    for stage, text in printed.items():
+        ring = communication_elements(1, stage, num_ranks=64)
+        note = f"section 7; a ring of 64 ranks sends {ring:.3g}"
+        cells.append(Cell((f"traffic of {_STAGE_NAMES[stage]}, Psi",), communication_elements(1, stage), text, note))
+    return Exhibit(
+        "zero-residual",
+        "ZeRO-R and traffic: what the text states",
+        f"{_SOURCE}, sections 3.2, 5, 6, 7, 8",
+        ("quantity",),
+        "as named",
+        tuple(cells),
     )
 
 
