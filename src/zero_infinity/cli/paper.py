@@ -87,6 +87,8 @@ def deviation(cell: Cell) -> str:
 def summary(exhibit: Exhibit) -> str:
     num_equal, num_compared = exhibit.num_agreeing
     largest = exhibit.largest_deviation
+    if exhibit.measured:
+        return f"against measurements; the largest deviation is {largest or 0:.1%}"
     off = "" if num_equal == num_compared or largest is None else f"; the largest deviation is {largest:.1%}"
     return f"{num_equal} of {num_compared} published numbers are ours to the digit{off}"
 
@@ -100,7 +102,7 @@ def _print(console: Console, exhibit: Exhibit) -> None:
     table.add_column("note")
     for cell in exhibit.cells:
         printed = "" if cell.printed is None else cell.printed
-        table.add_row(*map(escape, cell.keys), number(cell.ours), printed, deviation(cell), escape(cell.note))
+        table.add_row(*map(escape, cell.keys), number(cell.ours), printed, deviation(exhibit, cell), escape(cell.note))
     console.print(table)
     for line in (f"{exhibit.source}. {summary(exhibit)}.", *exhibit.notes):
         console.print(escape(line), style="dim")
@@ -166,7 +168,9 @@ def _section(exhibit: Exhibit, *, drawn: bool) -> str:
     rows = "".join(
         "<tr>"
         + "".join(f"<td>{html.escape(key)}</td>" for key in cell.keys)
-        + "".join(f'<td class="n">{text}</td>' for text in (number(cell.ours), cell.printed or "", deviation(cell)))
+        + "".join(
+            f'<td class="n">{text}</td>' for text in (number(cell.ours), cell.printed or "", deviation(exhibit, cell))
+        )
         + f"<td>{html.escape(cell.note)}</td></tr>"
         for cell in exhibit.cells
     )

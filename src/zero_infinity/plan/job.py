@@ -15,18 +15,15 @@ class States:
     parameter: int
     record: int  # what the optimizer reads and writes
     gradient: int  # on its way to the update
-
-    @property
-    def total(self) -> int:
-        return self.parameter + self.record + self.gradient
+    update: int  # that the update reads and writes in memory
 
 
 # Everything in float32: value, momentum, variance. What a CPU without 16-bit arithmetic trains with.
-SINGLE = States(parameter=4, record=8, gradient=4)
+SINGLE = States(parameter=4, record=8, gradient=4, update=28)
 # 16-bit values, float32 master copy, momentum and variance, gradients in float32 on the host: what the engine keeps.
-MIXED = States(parameter=2, record=12, gradient=4)
+MIXED = States(parameter=2, record=12, gradient=4, update=30)
 # As in ZeRO-Infinity's section 3: 16-bit values and gradients; float32 master, momentum, variance and gradient.
-PAPER = States(parameter=2, record=16, gradient=2)
+PAPER = States(parameter=2, record=16, gradient=2, update=36)
 
 
 class Partition(enum.StrEnum):

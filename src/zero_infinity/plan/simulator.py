@@ -41,7 +41,6 @@ class _Chunk:
     record: int
     gradient: int
     record_bytes: int
-    gradient_bytes: int
 
 
 class Simulator:
@@ -84,7 +83,7 @@ class Simulator:
         for number, start in enumerate(range(0, unit.num_elements, chunk_elements)):
             elements = min(chunk_elements, unit.num_elements - start)
             record, gradient = elements * states.record, elements * states.gradient
-            chunk = _Chunk(next(self._fresh_key), next(self._fresh_key), record, gradient)
+            chunk = _Chunk(next(self._fresh_key), next(self._fresh_key), record)
             chunks.append(chunk)
             if moves and setup.optimizer_streams:
                 self._host.add(chunk.record, f"{name}[{number}] record", record, home)
@@ -295,8 +294,9 @@ class Simulator:
 
     def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:
         setup = self._setup
-        share = setup.job.states.parameter / setup.job.states.record
-        moved = int(chunk.record_bytes * (2 + share)) + chunk.gradient_bytes
+        states = setup.job.states
+        num_elements = chunk.record_bytes // states.record
+        moved = num_elements * states.update
         device = setup.hardware.device
         if setup.homes.optimizer.kind is TierKind.DEVICE and device is not None:
             self._now = self._wires.compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
@@ -306,7 +306,7 @@ class Simulator:
         if device is None:
             self._now += seconds  # the same cores compute
         elif setup.homes.parameters.kind is TierKind.DEVICE:
-            new = int(chunk.record_bytes * share)
+            new = num_elements * states.parameter
             done = self._wires.upload(name, Category.UPDATE, done, new, new * setup.num_ranks)
         return done
 

@@ -78,6 +78,7 @@ class Exhibit:
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
     plot: Plot | None = None
+    measured: bool = False  # the published numbers are measurements, which no equation gives to the digit
 
     @property
     def largest_deviation(self) -> float | None:
@@ -86,6 +87,8 @@ class Exhibit:
 
     @property
     def num_agreeing(self) -> tuple[int, int]:
-        """Cells that are what is printed, and cells that can be compared."""
+        """Cells that are what is printed, and cells that can be."""
+        if self.measured:
+            return 0, 0
         compared = [cell.agrees for cell in self.cells if cell.agrees is not None]
         return sum(compared), len(compared)

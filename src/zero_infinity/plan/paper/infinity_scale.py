@@ -49,6 +49,7 @@ def figure_1() -> Exhibit:
             "trained what it prints for up to 32 nodes and projects the rest.",
         ),
         Plot(PlotKind.LINES, "nodes", "trillion parameters", log_x=True, log_y=True),
+        measured=True,
     )
 
 
@@ -70,6 +71,7 @@ def figure_6a() -> Exhibit:
         tuple(cells),
         ("Ours is the bound by model states alone, at 20 bytes a parameter; the paper's are sizes that ran.",),
         Plot(PlotKind.BARS, "strategy", "billion parameters", log_y=True),
+        measured=True,
     )
 
 
