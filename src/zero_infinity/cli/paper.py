@@ -77,9 +77,9 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def deviation(cell: Cell) -> str:
-    """ "=" where ours is what is printed, in as many digits."""
-    if cell.agrees:
+def deviation(exhibit: Exhibit, cell: Cell) -> str:
+    """An equals sign where ours is what is printed, in as many digits."""
+    if cell.agrees and not exhibit.measured:
         return "="
     return "" if cell.deviation is None else f"{cell.deviation:+.1%}"
 
