@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zero_infinity.cli import bench_hardware, bench_io, bench_train
+from zero_infinity.cli import bench_hardware, bench_io, bench_plan, bench_train
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,4 +12,5 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     resources = parser.add_subparsers(dest="resource", metavar="RESOURCE", required=True)
     bench_hardware.add_parser(resources)
     bench_io.add_parser(resources)
+    bench_plan.add_parser(resources)
     bench_train.add_parser(resources)

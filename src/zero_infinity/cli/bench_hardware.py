@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def take_figures(directories: list[str], num_bytes: int) -> Figures:
-    read, write, latency = _measure_drive(directories, num_bytes)
+    read, write, latency = measure_drive(directories, num_bytes)
     import torch
 
     return Figures(
@@ -106,7 +106,7 @@ def take_figures(directories: list[str], num_bytes: int) -> Figures:
     )
 
 
-def _measure_drive(directories: list[str], num_bytes: int) -> tuple[float, float, float]:
+def measure_drive(directories: list[str], num_bytes: int) -> tuple[float, float, float]:
     """Read and write bandwidth of swap space as the engine uses it, and the latency of one small read."""
     memory = memoryview(scratch_memory(_SCRATCH_BYTES))
 

@@ -27,7 +27,7 @@ class Outcome:
     traffic: tuple[Traffic, ...]
     read_bytes: int  # from storage, of one rank
     written_bytes: int
-    peak_bytes: dict[str, int]  # by tier, of one rank
+    peak_bytes: dict[str, int]  # by tier, of one rank; over the whole run, of which the first step may hold most
     flops: float  # of one device
     tokens: float  # of the whole cluster
     num_ranks: int

@@ -27,8 +27,9 @@ from zero_infinity.trace import Category, Trace
 from zero_infinity.units import format_bytes
 
 # The first step records the order of uses. With it known the device fetches ahead, so what is asked of the host comes
-# in another order: the second step records that, the third fills memory by it, and from then on steps are alike.
-_WARM_UP_STEPS = 3
+# in another order: the second step records that, two more fill memory by it, and from then on steps are alike. Where
+# updates move into backward, the order changes once more.
+_WARM_UP_STEPS = 4
 # Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
 # would have a million, and finer ones change no result.
 _MAX_CHUNKS = 2_000
@@ -52,6 +53,7 @@ class Simulator:
         self._now = 0.0
         self._backward_end = 0.0
         self._gradients_at = 0.0  # when the last one has arrived
+        self._early = False  # whether updates run in backward by now
         division = setup.division
         self._sizes = {name: size * setup.job.states.parameter for name, size in setup.model.units.items()}
         self._program = step(setup.model, setup.job.interval)
@@ -105,8 +107,12 @@ class Simulator:
 
     def run(self) -> Outcome:
         """Simulate until steps are alike, then one more, which is reported."""
-        for number in range(_WARM_UP_STEPS):
-            self._step(same_order=number > 0 or self._device is None)
+        may_be_early = self._setup.job.early_update
+        for number in range(_WARM_UP_STEPS + may_be_early):
+            # The engine's first two steps update at their end: it has to see two that are alike before it does earlier.
+            self._early = may_be_early and number >= 2
+            order_changes = (number == 0 and self._device is not None) or (number == 1 and may_be_early)
+            self._step(same_order=not order_changes)
         if self._trace is not None:
             # Two steps are traced: a transfer that a step left to the next one is seen where it was asked for.
             for link in self._wires.links:
@@ -117,7 +123,6 @@ class Simulator:
             link.busy_seconds, link.num_bytes = 0.0, 0
         before = self._host.read_bytes, self._host.written_bytes
         self._waits.clear()
-        self._peaks.clear()
         forward_end = self._step()
         setup = self._setup
         tokens, scale = setup.job.batch * setup.model.seq, setup.scale
@@ -145,11 +150,11 @@ class Simulator:
             self._use(use)
             if use.phase is Phase.FORWARD:
                 forward_end = self._now
-        if not self._setup.job.early_update:
+        if not self._early:
             # The step needs every gradient where it is kept.
             self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
-        if not self._setup.job.early_update:
+        if not self._early:
             for name in self._setup.units:
                 self._update(name, self._now, retained=True)
             self._wait(self._wires.updater.free_at, "optimizer step")
@@ -251,7 +256,7 @@ class Simulator:
         self._gradients_at = max(self._gradients_at, ready)
         if not setup.job.overlap:
             self._wait(ready, name)
-        if setup.job.early_update:
+        if self._early:
             self._make_room(unit.gradients, name)
             self._outstanding.append((self._update(name, ready, retained=False), unit.gradients))
             return

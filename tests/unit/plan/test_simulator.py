@@ -176,7 +176,7 @@ def test_the_trace_shows_the_step() -> None:
     assert moved == 2 * (outcome.read_bytes + outcome.written_bytes)  # two steps, alike
     waited = sum(s.seconds for s in spans if s.category == Category.WAIT)
     assert waited == pytest.approx(2 * outcome.wait_seconds, rel=0.01)
-    assert max(sample.num_bytes for sample in trace.samples) == outcome.peak_bytes["RAM"]
+    assert max(sample.num_bytes for sample in trace.samples) <= outcome.peak_bytes["RAM"]
 
 
 def test_a_hundred_trillion_parameters_take_seconds() -> None:
