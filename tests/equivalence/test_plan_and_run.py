@@ -14,7 +14,7 @@ from zero_infinity.plan import hardware, modules
 from zero_infinity.plan.job import SINGLE, Job
 from zero_infinity.plan.outcome import Outcome
 from zero_infinity.plan.setup import prepare
-from zero_infinity.plan.simulator import simulate
+from zero_infinity.plan.simulator import WARM_UP_STEPS, simulate
 from zero_infinity.workload.model import ByteGPT
 from zero_infinity.workload.presets import Shape
 
@@ -32,14 +32,14 @@ def planned(memory: int, *, early: bool) -> Outcome:
 
 
 def measured(memory: int, directory: Path, *, early: bool) -> tuple[int, int, int]:
-    """Bytes read and written in the last of several steps, and the most that was held."""
+    """Bytes read and written in the step that the simulator reports, and the most that was held."""
     torch.manual_seed(0)
     model = ByteGPT(SHAPE)
     config = zi.Config(memory=memory, nvme=directory, update="auto" if early else "after_backward")
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
     tokens = torch.randint(0, 256, (1, SHAPE.seq))
     before = after = zi.stats(model)
-    for _ in range(7):
+    for _ in range(WARM_UP_STEPS + 1):
         before = after
         model(tokens, tokens).backward()
         optimizer.step()

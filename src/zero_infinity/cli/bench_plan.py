@@ -21,10 +21,10 @@ from rich.table import Table
 from zero_infinity.cli.bench_hardware import measure_drive
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
+from zero_infinity.plan.simulator import WARM_UP_STEPS
 from zero_infinity.units import format_bytes, format_seconds
 from zero_infinity.workload.presets import Shape
 
-_WARM_UP_STEPS = 7  # the engine learns the order in the first ones
 _NUM_ROUNDS = 2
 _STEPS_A_ROUND = 4
 _DRIVE_BYTES = 128 << 20
@@ -218,7 +218,7 @@ def measure(configuration: Configuration, directory: Path) -> tuple[Calibration,
 
         # Bytes of a step that waits for its updates: what runs on into the next step would blur them by a block or two.
         before = after = api.stats(prepared)
-        for _ in range(_WARM_UP_STEPS):
+        for _ in range(WARM_UP_STEPS + 1):  # up to the step that the simulator reports
             train(1)
             before, after = after, api.stats(prepared)
         plain(tokens, tokens).backward()

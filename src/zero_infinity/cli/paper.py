@@ -10,6 +10,7 @@ import csv
 import html
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "paper",
         help="the ZeRO papers' tables and figures, ours beside theirs",
         description="Recompute tables and figures of the ZeRO and ZeRO-Infinity papers and show the deviation.",
-        epilog=_EPILOG + "\nexhibits: " + ", ".join(catalogue.NAMES),
+        epilog=_EPILOG + "\nexhibits:\n" + textwrap.fill(", ".join(catalogue.NAMES), 78),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", default="all", metavar="NAME", help="an exhibit (default: all of them)")

@@ -50,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--no-overlap", action="store_true", help="every transfer after the other: the worst case")
     training.add_argument("--placement", choices=list(Placement), default=Placement.ENGINE.value, help="engine: "
                           "all on the slowest tier in use; paper: ZeRO-Infinity's rule (default: engine)")  # fmt: skip
-    for what in ("parameters", "optimizer"):
-        training.add_argument(f"--{what}-on", metavar="TIER", help=f"where {what} live, in place of the rule")
+    for option, what in (("parameters", "parameters"), ("optimizer", "optimizer states")):
+        training.add_argument(f"--{option}-on", metavar="TIER", help=f"where {what} live, in place of the placement's")
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:

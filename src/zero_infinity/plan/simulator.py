@@ -27,9 +27,9 @@ from zero_infinity.trace import Category, Trace
 from zero_infinity.units import format_bytes
 
 # The first step records the order of uses. With it known the device fetches ahead, so what is asked of the host comes
-# in another order: the second step records that, two more fill memory by it, and from then on steps are alike. Where
-# updates move into backward, the order changes once more.
-_WARM_UP_STEPS = 4
+# in another order; and where updates move into backward, it changes once more. Two more fill memory by the last order.
+# Then steps are alike, but for a block now and then that stays in one step and not in the next.
+WARM_UP_STEPS = 5
 # Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
 # would have a million, and finer ones change no result.
 _MAX_CHUNKS = 2_000
@@ -108,7 +108,7 @@ class Simulator:
     def run(self) -> Outcome:
         """Simulate until steps are alike, then one more, which is reported."""
         may_be_early = self._setup.job.early_update
-        for number in range(_WARM_UP_STEPS + may_be_early):
+        for number in range(WARM_UP_STEPS):
             # The engine's first two steps update at their end: it has to see two that are alike before it does earlier.
             self._early = may_be_early and number >= 2
             order_changes = (number == 0 and self._device is not None) or (number == 1 and may_be_early)

@@ -38,7 +38,8 @@ _SIMULATED: dict[str, Callable[[Divide], Exhibit]] = {
     "infinity-figure6d": simulated.figure_6d,
     "infinity-figure6e": simulated.figure_6e,
 }
-NAMES = (*_EQUATIONS, *_SIMULATED)
+_PAPERS = ("zero", "infinity", "bandwidth")
+NAMES = tuple(sorted((*_EQUATIONS, *_SIMULATED), key=lambda name: (_PAPERS.index(name.split("-")[0]), name)))
 
 
 def make(name: str, divide: Divide) -> Exhibit:
