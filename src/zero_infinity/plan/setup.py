@@ -22,7 +22,7 @@ from zero_infinity.units import format_bytes
 DEVICE_LOOKAHEAD_SHARE = 1 / 3
 # A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of
 # the host's cache, and every result times the number of slices. So the largest models take seconds, too.
-MAX_UNITS = 2_000
+MAX_UNITS = 1_500
 
 
 # As in the engine: parameters and chunks start at multiples of this many elements, and blocks are whole pages.

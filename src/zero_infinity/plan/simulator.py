@@ -32,7 +32,7 @@ from zero_infinity.units import format_bytes
 WARM_UP_STEPS = 5
 # Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
 # would have a million, and finer ones change no result.
-_MAX_CHUNKS = 2_000
+_MAX_CHUNKS = 1_500
 
 
 @dataclass(frozen=True, slots=True)
