@@ -23,6 +23,10 @@ from zero_infinity.errors import ConfigError, TornStepError, UsageError, ZeroInf
 COMMANDS = {
     "bench": "measure what this machine's drives can do",
     "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
+    "paper": "the ZeRO papers' tables and figures, ours beside theirs",
+    "plan": "what fits where, and how fast, before training",
+    "report": "a page to look at from a trace",
+    "simulate": "a training step on other hardware, on a virtual clock",
     "train": "train a model whose states are larger than memory",
 }
 
@@ -35,6 +39,7 @@ EPILOG = """\
 examples:
   zero-infinity doctor /mnt/nvme      is this machine, and that drive, fit for training?
   zero-infinity bench io --help       how fast is the drive?
+  zero-infinity plan --model gpt3-13b --hardware rtx4090 --batch 4
   zero-infinity train --memory 64MiB  a model of 25M parameters (294 MiB of states), on the text at hand
 """
 

@@ -1,0 +1,196 @@
+"""`zero-infinity bench hardware`: this machine as a profile for `plan` and `simulate`.
+
+Owns what is measured for which figure, and the profile's text. Each measurement is the best of a few short ones: a
+profile says what the machine can do, and what others do on it at the moment is not the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+
+from zero_infinity.errors import ConfigError
+from zero_infinity.machine import host_memory
+from zero_infinity.plan import hardware
+from zero_infinity.store.files import FileDevice
+from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
+from zero_infinity.store.speed import Workload, measure, scratch_memory
+from zero_infinity.units import format_rate, parse_bytes
+
+_MIB = 1 << 20
+_SCRATCH_BYTES = 64 * _MIB
+_NUM_ROUNDS = 5
+_MATMUL_SIZE = 1536  # 7 GFLOP: 70 ms at 100 GFLOP/s
+_COPY_BYTES = 256 * _MIB
+_UPDATE_ELEMENTS = 8 << 20
+_UPDATE_BYTES_PER_ELEMENT = 28  # float32: value, gradient, momentum, variance read; all but the gradient written
+
+_EPILOG = "example: zero-infinity bench hardware /mnt/nvme -o this-machine.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured: operations and bytes a second, seconds, bytes."""
+
+    flops: float
+    update_rate: float
+    copy_rate: float
+    drive_read: float
+    drive_write: float
+    drive_latency: float
+    memory: int
+    drive_space: int
+    num_cores: int
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "hardware", help="measure this machine into a profile for plan and simulate", epilog=_EPILOG
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="where nvme= will point; several are striped")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="the profile, a .toml file (default: print it)"
+    )
+    parser.add_argument("--size", default="512MiB", metavar="SIZE", help="how much the drive moves (default 512MiB)")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output is not None and args.output.suffix != ".toml":
+        raise ConfigError(f"--output {args.output}: a profile's name ends in .toml, or plan would not know it for one")
+    num_bytes = parse_bytes(args.size) // REQUEST_BYTES * REQUEST_BYTES
+    if num_bytes < 2 * REQUEST_BYTES:
+        raise ConfigError(f"--size {args.size} is too small to measure; give 32MiB or more")
+    figures = take_figures(args.directories, num_bytes)
+    text = profile_text(figures, platform.node() or "this machine", datetime.now(UTC).strftime("%Y-%m-%d"))
+    hardware.parse(text, "measured")
+    if args.json:
+        print(json.dumps({name: getattr(figures, name) for name in figures.__dataclass_fields__}))
+    if args.output is None:
+        if not args.json:
+            print(text, end="")
+        return 0
+    try:
+        args.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {args.output}: cannot be written: {error.strerror}") from None
+    print(f"written: {args.output}; try zero-infinity plan --hardware {args.output} --model gpt3-1.3b", file=sys.stderr)
+    return 0
+
+
+def take_figures(directories: list[str], num_bytes: int) -> Figures:
+    read, write, latency = measure_drive(directories, num_bytes)
+    import torch
+
+    return Figures(
+        flops=_flops(torch),
+        update_rate=_update_rate(torch),
+        copy_rate=_copy_rate(torch),
+        drive_read=read,
+        drive_write=write,
+        drive_latency=latency,
+        memory=host_memory().total,
+        drive_space=sum(shutil.disk_usage(directory).free for directory in directories),
+        num_cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def measure_drive(directories: list[str], num_bytes: int) -> tuple[float, float, float]:
+    """Read and write bandwidth of swap space as the engine uses it, and the latency of one small read."""
+    memory = memoryview(scratch_memory(_SCRATCH_BYTES))
+
+    def speed(workload: Workload, request_bytes: int, amount: int, num_threads: int) -> float:
+        device = FileDevice(directories)
+        device.extend(num_bytes)
+        engine = QueuedEngine(device, num_threads, request_bytes)
+        try:
+            # Only what was written can be read from the drive.
+            measure(engine, memory, Workload.WRITE, request_bytes, amount)
+            return measure(engine, memory, workload, request_bytes, amount).bytes_per_second
+        finally:
+            engine.close()
+
+    write = max(speed(Workload.WRITE, REQUEST_BYTES, num_bytes, NUM_THREADS) for _ in range(2))
+    read = max(speed(Workload.READ, REQUEST_BYTES, num_bytes, NUM_THREADS) for _ in range(2))
+    small = 4096
+    return read, write, small / speed(Workload.READ, small, 64 * small, 1)
+
+
+def _best_seconds(action: Callable[[], object]) -> float:
+    action()  # the first call sets up threads and memory
+    times = []
+    for _ in range(_NUM_ROUNDS):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _flops(torch: ModuleType) -> float:
+    matrix = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE)
+    out = torch.empty_like(matrix)
+    return 2 * float(_MATMUL_SIZE**3) / _best_seconds(lambda: torch.mm(matrix, matrix, out=out))
+
+
+def _copy_rate(torch: ModuleType) -> float:
+    """Bytes a second, read and written together."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_seconds(lambda: target.copy_(source))
+
+
+def _update_rate(torch: ModuleType) -> float:
+    """Bytes a second that a fused AdamW moves."""
+    parameter = torch.nn.Parameter(torch.zeros(_UPDATE_ELEMENTS))
+    parameter.grad = torch.ones(_UPDATE_ELEMENTS)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return _UPDATE_BYTES_PER_ELEMENT * _UPDATE_ELEMENTS / _best_seconds(optimizer.step)
+
+
+def profile_text(figures: Figures, name: str, date: str) -> str:
+    """The profile. An accelerator is not measured: the CPU computes, out of host memory."""
+
+    def figure(value: float, how: str) -> str:
+        return f'{{ value = {value:.4g}, source = "measured {date}: {how}" }}'
+
+    def size(num_bytes: int, how: str) -> str:
+        return f'{{ value = "{num_bytes}", source = "measured {date}: {how}" }}'
+
+    copied = f"copies in memory, {format_rate(figures.copy_rate)}"
+    return f"""\
+name = "{_plain(name)}"
+description = "{figures.num_cores} cores, measured {date}; the CPU computes"
+devices_per_node = {{ value = 1, source = "definition" }}
+flops = {figure(figures.flops, f"float32 matmul of {_MATMUL_SIZE} x {_MATMUL_SIZE}; small layers get less")}
+update_rate = {figure(figures.update_rate, "fused AdamW in float32, bytes read and written")}
+
+[[tiers]]
+name = "RAM"
+kind = "host"
+capacity = {size(figures.memory, "the machine's, or its container's limit")}
+read = {figure(figures.copy_rate, copied)}
+
+[[tiers]]
+name = "NVMe"
+kind = "storage"
+capacity = {size(figures.drive_space, "free space")}
+read = {figure(figures.drive_read, "the engine's own transfers")}
+write = {figure(figures.drive_write, "the engine's own transfers")}
+latency = {figure(figures.drive_latency, "reads of 4 KiB, one at a time")}
+"""
+
+
+def _plain(text: str) -> str:
+    """As it can stand between quotes in TOML."""
+    return "".join(character for character in text if character.isprintable() and character not in '"\\')

@@ -1,0 +1,24 @@
+"""Hands the engine's own division of host memory to the planner, which may not import the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_infinity.plan.setup import Division, UnitBytes
+from zero_infinity.runtime.placement import UnitSize, place
+from zero_infinity.store.block import Home
+
+
+def divide(units: Sequence[UnitBytes], memory: int, streams: bool) -> Division:
+    """What `zi.prepare` would decide for a rank with these units and this much host memory."""
+    sizes = [UnitSize(unit.name, unit.parameters, unit.record, unit.gradients) for unit in units]
+    placement = place(sizes, memory, [], nvme=streams)
+    resident = (unit.name for unit, home in zip(units, placement.homes, strict=True) if home is Home.RAM)
+    return Division(
+        resident_units=frozenset(resident),
+        resident=placement.resident,
+        set_aside=placement.set_aside,
+        cache=placement.cache,
+        lookahead=placement.lookahead,
+        chunk_bytes=placement.chunk_bytes,
+    )

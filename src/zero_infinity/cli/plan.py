@@ -1,0 +1,174 @@
+"""`zero-infinity plan`: what fits where, and how fast, before training. The numbers are `plan.planner`'s."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero_infinity.cli import subject
+from zero_infinity.cli.division import divide
+from zero_infinity.errors import CapacityError
+from zero_infinity.plan.planner import Need, Plan, alternatives, make_plan
+from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
+
+_EPILOG = """\
+examples:
+  zero-infinity plan --model gpt3-13b --hardware rtx4090 --batch 4
+  zero-infinity plan --model config.json --hardware laptop --memory 8GiB --seq 512
+  zero-infinity plan --model zi-1t --hardware dgx2 --nodes 4 --batch 5 --json
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="what fits where, and how fast, before training",
+        description="Predict the bytes on every tier, bandwidth needed and had, and the time of a step.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    hardware = subject.hardware_of(args)
+    job = subject.job_of(args, hardware)
+    model = subject.model_of(args)
+    try:
+        plan = make_plan(model, hardware, job, divide)
+    except CapacityError as error:
+        works = alternatives(model, hardware, job, divide)
+        tried = "".join(f"\n  works: {change}" for change in works) or "\n  works: nothing that was tried"
+        raise CapacityError(f"{error}{tried}") from None
+    settings = plan.settings
+    if args.nvme not in (None, "none") and "nvme" in settings:
+        settings["nvme"] = args.nvme
+    if args.json:
+        print(json.dumps(as_json(plan, model.num_parameters, settings), indent=2))
+    else:
+        _print(Console(), plan, model.name, model.num_parameters, settings)
+    return 0
+
+
+def _print(console: Console, plan: Plan, name: str, num_parameters: int, settings: dict[str, str]) -> None:
+    setup, outcome = plan.setup, plan.outcome
+    ranks = f"{setup.job.num_nodes} x {setup.num_devices}"
+    console.print(
+        f"[bold]{escape(name)}[/]: {format_count(num_parameters)} parameters on {ranks} of {setup.hardware.name}"
+    )
+    console.print(_memory_table(plan))
+    console.print(_bandwidth_table(plan.needs))
+    table = Table(show_header=False, title="a step", title_justify="left")
+    for label, value in _step_rows(plan):
+        table.add_row(label, value)
+    console.print(table)
+    console.print("zi.Config(" + ", ".join(f'{key}="{value}"' for key, value in settings.items()) + ")", soft_wrap=True)
+    if outcome.wait_seconds:
+        worst = sorted(outcome.waits.items(), key=lambda item: -item[1])[:3]
+        console.print("longest waits: " + ", ".join(f"{escape(n)} {format_seconds(s)}" for n, s in worst), style="dim")
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table("tier", "holds", "bytes", "of", title="memory, of one device or one node", title_justify="left")
+    for use in plan.tiers:
+        kinds = list(use.uses.items()) or [("nothing", 0)]
+        for number, (kind, num_bytes) in enumerate(kinds):
+            last = number == len(kinds) - 1
+            table.add_row(
+                use.tier.name if number == 0 else "",
+                kind,
+                format_bytes(num_bytes),
+                f"{format_bytes(use.num_bytes)} of {format_bytes(use.tier.capacity)}" if last else "",
+                end_section=last,
+            )
+    return table
+
+
+def _bandwidth_table(needs: tuple[Need, ...]) -> Table:
+    table = Table("data", "needed", "for", "had", "", "overlap", title="bandwidth", title_justify="left")
+    for need in needs:
+        per = "in all" if need.aggregate else "a device"
+        has = "not used" if math.isinf(need.has) else format_rate(need.has)
+        verdict = "[green]enough[/]" if need.is_enough else "[yellow]less[/]"
+        overlap = "behind computing" if need.overlapped else "exposed"
+        needed = f"{format_rate(need.needed)} {per}"
+        table.add_row(str(need.data), needed, f"{need.target:.0%} efficiency", has, verdict, overlap)
+    return table
+
+
+def _step_rows(plan: Plan) -> list[tuple[str, str]]:
+    outcome = plan.outcome
+    life = "-" if plan.drive_life_seconds is None else format_seconds(plan.drive_life_seconds)
+    return [
+        ("time", format_seconds(outcome.seconds)),
+        ("computing", f"{format_seconds(outcome.compute_seconds)}, {outcome.compute_seconds / outcome.seconds:.0%}"),
+        ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.0%}"),
+        ("tokens/s", f"{outcome.tokens_per_second:,.1f}"),
+        ("a device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
+        ("bottleneck", outcome.bottleneck),
+        ("storage read", f"{format_bytes(outcome.read_bytes * plan.setup.num_devices)} a node"),
+        ("storage written", f"{format_bytes(plan.written_per_node)} a node"),
+        ("drives last", f"{life} of training"),
+        ("largest model", f"{format_count(plan.largest_model)} parameters, by states alone"),
+    ]
+
+
+def as_json(plan: Plan, num_parameters: int, settings: dict[str, str]) -> dict[str, Any]:
+    outcome, setup = plan.outcome, plan.setup
+    return {
+        "model": setup.model.name,
+        "num_parameters": num_parameters,
+        "hardware": setup.hardware.name,
+        "num_nodes": setup.job.num_nodes,
+        "devices_per_node": setup.num_devices,
+        "homes": {
+            "parameters": setup.homes.parameters.name,
+            "optimizer": setup.homes.optimizer.name,
+            "checkpoints": setup.homes.checkpoints.name,
+        },
+        "tiers": [
+            {"name": use.tier.name, "kind": use.tier.kind, "capacity": use.tier.capacity, "bytes": use.uses}
+            for use in plan.tiers
+        ],
+        "bandwidth": [
+            {
+                "data": need.data,
+                "target_efficiency": need.target,
+                "needed_bytes_per_second": need.needed,
+                "has_bytes_per_second": None if math.isinf(need.has) else need.has,
+                "enough": need.is_enough,
+                "overlapped": need.overlapped,
+            }
+            for need in plan.needs
+        ],
+        "step": outcome_json(outcome),
+        "written_per_node": plan.written_per_node,
+        "drive_life_seconds": plan.drive_life_seconds,
+        "largest_model": plan.largest_model,
+        "config": settings,
+    }
+
+
+def outcome_json(outcome: Any) -> dict[str, Any]:
+    return {
+        "seconds": outcome.seconds,
+        "forward_seconds": outcome.forward_seconds,
+        "backward_seconds": outcome.backward_seconds,
+        "compute_seconds": outcome.compute_seconds,
+        "wait_seconds": outcome.wait_seconds,
+        "tokens_per_second": outcome.tokens_per_second,
+        "flops_per_second": outcome.flops_per_second,
+        "bottleneck": outcome.bottleneck,
+        "read_bytes": outcome.read_bytes,
+        "written_bytes": outcome.written_bytes,
+        "peak_bytes": outcome.peak_bytes,
+        "links": {t.link: {"bytes": t.num_bytes, "busy_seconds": t.busy_seconds} for t in outcome.traffic},
+    }

@@ -1,0 +1,56 @@
+"""`zero-infinity report`: one self-contained page from a trace, of a real run or a simulated one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from zero_infinity import trace as traces
+from zero_infinity.cli.report_data import page_data
+from zero_infinity.errors import ConfigError
+
+_EPILOG = """\
+example:
+  zero-infinity simulate --model gpt3-13b --hardware rtx4090 --batch 4 --trace step.json
+  zero-infinity report step.json -o step.html
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="a page to look at from a trace",
+        description="Draw a trace: lanes over time, memory against its budget, traffic by link, exposed waits by "
+        "module. The page loads nothing from anywhere.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="Chrome trace JSON, as simulate --trace writes it")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: the trace's name, .html)")
+    parser.add_argument("--json", action="store_true", help="print the page's numbers as JSON instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    data = page_data(traces.read(args.trace))
+    if args.json:
+        print(json.dumps({key: value for key, value in data.items() if key not in ("lanes", "memory")}, indent=2))
+        return 0
+    output = args.output or args.trace.with_suffix(".html")
+    try:
+        output.write_text(page(data), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from None
+    print(f"written: {output}", file=sys.stderr)
+    return 0
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page with its data inside."""
+    template = (resources.files(__package__) / "report.html").read_text(encoding="utf-8")
+    # In a script element only "</" could end it early; JSON may write it with an escaped slash.
+    return template.replace("__DATA__", json.dumps(data, ensure_ascii=False).replace("</", "<\\/"), 1)

@@ -1,0 +1,114 @@
+"""What the report page shows, worked out from a trace: lanes, memory, traffic and waits, as plain values.
+
+A page has some thousand pixels, a trace may have a million spans: neighbours of one kind that no pixel separates are
+merged, and of memory samples each pixel keeps the highest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from zero_infinity.trace import Category, Sample, Span, Trace
+
+_PIXELS = 4000  # in time: enough to zoom in a few times
+_MAX_WAITS = 20
+# Lanes in this order; others follow by their first span.
+_FIRST_LANES = ("compute", "wait")
+
+
+def page_data(trace: Trace) -> dict[str, Any]:
+    spans, samples = list(trace.spans), list(trace.samples)
+    start = min([s.start for s in spans] + [s.time for s in samples], default=0.0)
+    end = max([s.start + s.seconds for s in spans] + [s.time for s in samples], default=0.0)
+    seconds = max(end - start, 1e-9)
+    return {
+        "title": trace.title or "A training run",
+        "seconds": seconds,
+        "num_spans": len(spans),
+        "num_dropped": trace.num_dropped,
+        "lanes": _lanes(spans, start, seconds / _PIXELS),
+        "memory": _memory(samples, trace.budgets, start, seconds / _PIXELS),
+        "traffic": _traffic(spans, seconds),
+        "waits": _waits(spans),
+        "totals": _totals(spans),
+    }
+
+
+def _lanes(spans: list[Span], start: float, resolution: float) -> list[dict[str, Any]]:
+    by_lane: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_lane[span.lane].append(span)
+    order = [lane for lane in _FIRST_LANES if lane in by_lane] + [lane for lane in by_lane if lane not in _FIRST_LANES]
+    return [
+        {
+            "name": lane,
+            "spans": [
+                [round(s.start - start, 9), round(s.seconds, 9), s.category, s.name, s.num_bytes]
+                for s in _merged(by_lane[lane], resolution)
+            ],
+        }
+        for lane in order
+    ]
+
+
+def _merged(spans: Iterable[Span], resolution: float) -> list[Span]:
+    """Short spans of one category that follow each other closely, as one."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        if merged and merged[-1].category == span.category and span.seconds < resolution:
+            last = merged[-1]
+            if span.start - (last.start + last.seconds) < resolution and last.seconds < 2 * resolution:
+                name = last.name if last.name == span.name or last.name.endswith(" …") else f"{last.name} …"
+                length = max(last.seconds, span.start + span.seconds - last.start)
+                merged[-1] = Span(name, last.category, last.lane, last.start, length, last.num_bytes + span.num_bytes)
+                continue
+        merged.append(span)
+    return merged
+
+
+def _memory(samples: list[Sample], budgets: dict[str, int], start: float, resolution: float) -> list[dict[str, Any]]:
+    highest: dict[str, dict[int, int]] = defaultdict(dict)
+    for sample in samples:
+        bucket = int((sample.time - start) / resolution)
+        highest[sample.tier][bucket] = max(highest[sample.tier].get(bucket, 0), sample.num_bytes)
+    return [
+        {
+            "tier": tier,
+            "budget": budgets.get(tier),
+            "points": [[round(bucket * resolution, 9), num_bytes] for bucket, num_bytes in sorted(buckets.items())],
+        }
+        for tier, buckets in highest.items()
+    ]
+
+
+def _traffic(spans: list[Span], seconds: float) -> list[dict[str, Any]]:
+    num_bytes: dict[str, int] = defaultdict(int)
+    busy: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.num_bytes:
+            num_bytes[span.lane] += span.num_bytes
+            busy[span.lane] += span.seconds
+    return [
+        {"link": link, "bytes": num_bytes[link], "busy": min(1.0, busy[link] / seconds), "busy_seconds": busy[link]}
+        for link in sorted(num_bytes, key=lambda name: -busy[name])
+    ]
+
+
+def _waits(spans: list[Span]) -> list[dict[str, Any]]:
+    waits: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.category == Category.WAIT:
+            waits[span.name] += span.seconds
+    largest = sorted(waits.items(), key=lambda item: -item[1])
+    rows = [{"module": name, "seconds": seconds} for name, seconds in largest[:_MAX_WAITS]]
+    rest = sum(seconds for _, seconds in largest[_MAX_WAITS:])
+    return [*rows, {"module": f"{len(largest) - _MAX_WAITS} others", "seconds": rest}] if rest else rows
+
+
+def _totals(spans: list[Span]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for span in spans:
+        totals[span.category] += span.seconds
+    return dict(totals)

@@ -1,0 +1,98 @@
+"""`zero-infinity simulate`: one training step on a virtual clock, with a trace to look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero_infinity.cli import subject
+from zero_infinity.cli.division import divide
+from zero_infinity.cli.plan import outcome_json
+from zero_infinity.errors import ConfigError
+from zero_infinity.plan.outcome import Outcome
+from zero_infinity.plan.setup import Setup, prepare
+from zero_infinity.plan.simulator import simulate
+from zero_infinity.trace import Trace
+from zero_infinity.units import format_bytes, format_count, format_seconds
+
+_EPILOG = """\
+examples:
+  zero-infinity simulate --model gpt3-13b --hardware rtx4090 --batch 4 --trace step.json
+  zero-infinity simulate --model zi-100t --hardware dgx2 --nodes 96 --batch 2
+
+Look at the trace with zero-infinity report step.json -o step.html, or in ui.perfetto.dev.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="a training step on other hardware, on a virtual clock",
+        description="Simulate a steady training step with the engine's own policy over links of a given speed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subject.add_options(parser)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write two steps as Chrome trace JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    hardware = subject.hardware_of(args)
+    job = subject.job_of(args, hardware)
+    model = subject.model_of(args)
+    if args.trace is not None and not args.trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {args.trace}: the directory does not exist")
+    started = time.perf_counter()
+    setup = prepare(model, hardware, job, divide)
+    trace = _make_trace(setup, model.name) if args.trace is not None else None
+    outcome = simulate(setup, trace)
+    seconds = time.perf_counter() - started
+    if trace is not None:
+        try:
+            trace.write(args.trace)
+        except OSError as error:
+            raise ConfigError(f"--trace {args.trace}: cannot be written: {error.strerror}") from None
+    if args.json:
+        print(json.dumps({"model": model.name, "num_ranks": setup.num_ranks, **outcome_json(outcome)}, indent=2))
+    else:
+        _print(Console(), setup, outcome, f"{model.name}: {format_count(model.num_parameters)} parameters", seconds)
+    return 0
+
+
+def _make_trace(setup: Setup, name: str) -> Trace:
+    budgets = {setup.hardware.host.name: setup.host_memory}
+    if setup.device_cache is not None and setup.hardware.device is not None:
+        budgets[setup.hardware.device.name] = setup.device_cache
+    part = "" if setup.scale == 1 else f", one of {setup.scale:.3g} slices of its blocks"
+    return Trace(f"{name} on {setup.num_ranks} devices of {setup.hardware.name}, two steps, simulated{part}", budgets)
+
+
+def _print(console: Console, setup: Setup, outcome: Outcome, title: str, seconds: float) -> None:
+    console.print(f"[bold]{escape(title)}[/] on {setup.num_ranks} devices of {escape(setup.hardware.name)}")
+    table = Table("link", "bytes of a rank", "busy", "of the step")
+    for traffic in outcome.traffic:
+        if traffic.busy_seconds:
+            busy = f"{traffic.busy_seconds / outcome.seconds:.0%}"
+            table.add_row(traffic.link, format_bytes(traffic.num_bytes), format_seconds(traffic.busy_seconds), busy)
+    console.print(table)
+    rows = Table(show_header=False)
+    for label, value in (
+        ("step", format_seconds(outcome.seconds)),
+        ("forward, backward", f"{format_seconds(outcome.forward_seconds)}, {format_seconds(outcome.backward_seconds)}"),
+        ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.1%}"),
+        ("tokens/s", f"{outcome.tokens_per_second:,.1f}"),
+        ("a device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
+        ("bottleneck", outcome.bottleneck),
+        *((f"held: {tier}", f"{format_bytes(peak)} a rank at most") for tier, peak in outcome.peak_bytes.items()),
+        ("simulated in", format_seconds(seconds)),
+    ):
+        rows.add_row(label, value)
+    console.print(rows)

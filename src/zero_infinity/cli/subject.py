@@ -1,0 +1,142 @@
+"""Options that `plan` and `simulate` share: which model, on which hardware, how. Only a config.json needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from zero_infinity.errors import ConfigError
+from zero_infinity.plan import hardware as profiles
+from zero_infinity.plan import model as models
+from zero_infinity.plan.hardware import Hardware, TierKind
+from zero_infinity.plan.job import MIXED, SINGLE, Job, Placement
+from zero_infinity.plan.model import Model
+from zero_infinity.units import parse_bytes
+
+_STATES = {"float32": SINGLE, "mixed": MIXED}
+_MAX_COUNT = 10**7  # of anything: beyond it is a slip of the finger
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", metavar="NAME", help=f"{', '.join(models.known_names())}; or the path of a Hugging Face config.json"
+    )
+    for name, text in (("layers", "blocks"), ("hidden", "width"), ("heads", "attention heads")):
+        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, in place of --model")
+    model.add_argument("--vocabulary", type=_positive, metavar="N", help="with --layers: adds embeddings")
+    model.add_argument("--seq", type=_positive, metavar="N", help="tokens in a sequence (default: the model's own)")
+    machine = parser.add_argument_group("hardware")
+    machine.add_argument("--hardware", required=True, metavar="PROFILE", help=f"{', '.join(profiles.names())}; or a "
+                         ".toml file, such as zero-infinity bench hardware writes")  # fmt: skip
+    machine.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default 1)")
+    machine.add_argument(
+        "--gpus", type=_positive, metavar="N", help="devices of each node that take part (default: all)"
+    )
+    machine.add_argument("--memory", metavar="SIZE", help="host memory a node for the engine (default: 70%% of what "
+                         "activations leave)")  # fmt: skip
+    machine.add_argument(
+        "--nvme", metavar="DIR", help='where nvme= will point, for the Config shown; "none": no storage'
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch", type=_number, default=1.0, metavar="N", help="sequences a device (default 1)")
+    training.add_argument("--dtype", choices=_STATES, help="float32 (12 bytes a parameter), or mixed: 16-bit with "
+                          "float32 masters (14) (default: mixed, or float32 where the CPU computes)")  # fmt: skip
+    training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks between activation checkpoints; "
+                          "0 computes nothing again (default 1)")  # fmt: skip
+    training.add_argument("--after-backward", action="store_true", help="update after backward rather than in it")
+    training.add_argument("--no-overlap", action="store_true", help="every transfer after the other: the worst case")
+    training.add_argument("--placement", choices=list(Placement), default=Placement.ENGINE.value, help="engine: "
+                          "all on the slowest tier in use; paper: ZeRO-Infinity's rule (default: engine)")  # fmt: skip
+    for option, what in (("parameters", "parameters"), ("optimizer", "optimizer states")):
+        training.add_argument(f"--{option}-on", metavar="TIER", help=f"where {what} live, in place of the placement's")
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    hardware = profiles.load(args.hardware)
+    if args.nvme == "none":
+        hardware = replace(hardware, tiers=tuple(t for t in hardware.tiers if t.kind is not TierKind.STORAGE))
+    return hardware
+
+
+def job_of(args: argparse.Namespace, hardware: Hardware) -> Job:
+    default = SINGLE if hardware.device is None else MIXED
+    return Job(
+        batch=args.batch,
+        num_nodes=args.nodes,
+        devices_per_node=args.gpus,
+        states=_STATES[args.dtype] if args.dtype else default,
+        memory=parse_bytes(args.memory) if args.memory else None,
+        interval=args.interval,
+        overlap=not args.no_overlap,
+        early_update=not args.after_backward,
+        placement=Placement(args.placement),
+        parameters_on=args.parameters_on,
+        optimizer_on=args.optimizer_on,
+    )
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    numbers = [name for name in ("layers", "hidden", "heads") if getattr(args, name)]
+    if args.model is not None:
+        if numbers or args.vocabulary:
+            raise ConfigError("--model has its own shape; leave out --layers, --hidden, --heads and --vocabulary")
+        if args.model.endswith(".json") or Path(args.model).is_dir():
+            return _from_config(Path(args.model), args.seq)
+        return models.known(args.model, args.seq)
+    if len(numbers) < 3:
+        raise ConfigError(
+            "which model?\n  fix:   --model gpt3-13b, --model config.json, or --layers, --hidden and --heads"
+        )
+    return models.transformer(args.layers, args.hidden, args.heads, args.seq or 1024, vocabulary=args.vocabulary or 0)
+
+
+def _from_config(path: Path, seq: int | None) -> Model:
+    """Built of fake tensors, which have shapes and no memory, whatever its size.
+
+    Like the meta device, but models that look into their masks can tell that there is nothing to see.
+    """
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from zero_infinity.plan import modules
+    from zero_infinity.workload import hugging_face
+
+    config = hugging_face.read_config(path)
+    length = seq or min(config.max_seq or 1024, 1024)
+    if config.max_seq is not None and length > config.max_seq:
+        raise ConfigError(f"--seq is {length}, but {path} has positions for {config.max_seq}")
+    with FakeTensorMode():
+        model = config.build()
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        element_bytes = next(model.parameters()).element_size()
+        name = str(config.settings.model_type)
+        try:
+            return modules.describe(model, inputs, batch=1, seq=length, name=name, dtype_bytes=element_bytes)
+        except RuntimeError as error:  # what torch raises for a forward that asks for values
+            reason = str(error).splitlines()[0]
+            print(f"warning: {name} cannot run without values ({reason}); counted by its parameters", file=sys.stderr)
+            return modules.outline(model, seq=length, name=name)
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer between 1 and {_MAX_COUNT:,}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return number

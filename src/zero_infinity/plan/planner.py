@@ -1,0 +1,196 @@
+"""A plan: what fits where, what bandwidth that needs, how long a step takes. The parts put together; pure.
+
+Memory is what `plan.setup` decides with the engine's own division, time and traffic are the simulator's, needs are the
+paper's equations for this machine's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.plan.efficiency import Data, partitioned_bandwidth, requirements
+from zero_infinity.plan.hardware import Hardware, Tier, TierKind
+from zero_infinity.plan.job import Job
+from zero_infinity.plan.model import HALF_BYTES, Model
+from zero_infinity.plan.outcome import Outcome
+from zero_infinity.plan.setup import Divide, Setup, prepare
+from zero_infinity.plan.simulator import simulate
+from zero_infinity.trace import Trace
+
+_MAX_NODES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a tier holds, by kind, of one device (device memory) or one node."""
+
+    tier: Tier
+    uses: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.uses.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bandwidth for one kind of data, needed for the target efficiency and had."""
+
+    data: Data
+    target: float
+    needed: float
+    has: float
+    overlapped: bool
+    aggregate: bool
+
+    @property
+    def is_enough(self) -> bool:
+        return self.has >= self.needed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    setup: Setup
+    outcome: Outcome
+    tiers: tuple[TierUse, ...]
+    needs: tuple[Need, ...]
+    written_per_node: int  # bytes a step, to storage
+    drive_life_seconds: float | None
+    largest_model: int  # parameters, by states alone
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What to put into `zi.Config`, as text; where the drive is mounted is the user's to say."""
+        setup = self.setup
+        settings = {"memory": _round_size(setup.host_memory)}
+        if setup.device_cache is not None:
+            settings["device_memory"] = _round_size(setup.device_cache)
+        if setup.parameters_stream or setup.optimizer_streams:
+            settings["nvme"] = "/path/on/a/drive"
+        if setup.job.states.parameter == HALF_BYTES:
+            settings["param_dtype"] = "bfloat16"
+        return settings
+
+
+def make_plan(model: Model, hardware: Hardware, job: Job, divide: Divide, trace: Trace | None = None) -> Plan:
+    """Plan a job; `CapacityError` when it cannot work."""
+    setup = prepare(model, hardware, job, divide)
+    outcome = simulate(setup, trace)
+    written = outcome.written_bytes * setup.num_devices
+    return Plan(
+        setup,
+        outcome,
+        _tier_uses(setup, model),
+        _needs(setup),
+        written,
+        _drive_life(setup, written, outcome.seconds),
+        largest_model(hardware, job),
+    )
+
+
+def largest_model(hardware: Hardware, job: Job) -> int:
+    """Parameters whose states fill every tier that there is."""
+    num_devices = job.devices_per_node or hardware.devices_per_node
+    node_bytes = sum(
+        tier.capacity * (num_devices if tier.kind is TierKind.DEVICE else 1)
+        for tier in hardware.tiers
+        if tier.kind is not TierKind.HOST or job.memory is None
+    )
+    if job.memory is not None:
+        node_bytes += job.memory
+    per_parameter = job.states.parameter + job.states.record + (0 if job.early_update else job.states.gradient)
+    return job.num_nodes * node_bytes // per_parameter
+
+
+def alternatives(model: Model, hardware: Hardware, job: Job, divide: Divide) -> list[str]:
+    """Changes to a job that cannot work after which it would, each tried."""
+    found: list[str] = []
+    nodes = 2 * job.num_nodes
+    while nodes <= _MAX_NODES and not _works(model, hardware, replace(job, num_nodes=nodes), divide):
+        nodes *= 2
+    if nodes <= _MAX_NODES:
+        found.append(f"--nodes {nodes}")
+    batch = job.batch / 2
+    while batch >= 1 and not _works(model, hardware, replace(job, batch=batch), divide):
+        batch /= 2
+    if batch >= 1:
+        found.append(f"--batch {batch:g}")
+    if job.memory is not None and _works(model, hardware, replace(job, memory=None), divide):
+        found.append("no --memory: all that the machine has")
+    return found
+
+
+def _works(model: Model, hardware: Hardware, job: Job, divide: Divide) -> bool:
+    try:
+        prepare(model, hardware, job, divide)
+    except CapacityError:
+        return False
+    return True
+
+
+def _tier_uses(setup: Setup, model: Model) -> tuple[TierUse, ...]:
+    """Of the whole model, whichever part of it is simulated."""
+    hardware, homes, job = setup.hardware, setup.homes, setup.job
+    uses: dict[Tier, dict[str, int]] = {tier: {} for tier in hardware.tiers}
+    for name, home, per_parameter in (
+        ("parameters", homes.parameters, job.states.parameter),
+        ("optimizer states", homes.optimizer, job.states.record),
+    ):
+        share = setup.num_ranks if home.kind is TierKind.DEVICE else job.num_nodes
+        uses[home][name] = -(-model.num_parameters * per_parameter // share)
+    each = 1 if homes.checkpoints.kind is TierKind.DEVICE else setup.num_devices
+    if setup.checkpoint_bytes:
+        uses[homes.checkpoints]["activation checkpoints"] = setup.checkpoint_bytes * each
+    computing = hardware.device or hardware.host
+    uses[computing]["activations, working"] = setup.working_bytes
+    if setup.device_cache is not None and hardware.device is not None:
+        uses[hardware.device]["gathered parameters, gradients"] = setup.gathered_bytes
+    if setup.streaming_bytes:
+        uses[hardware.host]["cache of the slower tier, gradients"] = setup.streaming_bytes
+    return tuple(TierUse(tier, kinds) for tier, kinds in uses.items())
+
+
+def _needs(setup: Setup) -> tuple[Need, ...]:
+    hardware, homes, job = setup.hardware, setup.homes, setup.job
+    gather = hardware.gather_link(job.num_nodes) if setup.num_ranks > 1 else math.inf
+    rows = requirements(job.batch, setup.model.seq, setup.model.hidden, max(1, job.interval), hardware.flops)
+    links = {
+        Data.PARAMETERS: partitioned_bandwidth(setup.num_ranks, _link(setup, homes.parameters), gather),
+        Data.OPTIMIZER: setup.num_ranks * _link(setup, homes.optimizer),
+        Data.ACTIVATIONS: _link(setup, homes.checkpoints),
+    }
+    return tuple(
+        Need(
+            row.data,
+            row.target,
+            row.bytes_per_second,
+            links[row.data],
+            job.overlap and (row.data.can_overlap or job.early_update),
+            row.aggregate,
+        )
+        for row in rows
+    )
+
+
+def _link(setup: Setup, tier: Tier) -> float:
+    """Bytes a second from a tier to one device when all of them ask."""
+    if tier.kind is TierKind.DEVICE:
+        return tier.read
+    return min(tier.one_device, tier.read / setup.num_devices)
+
+
+def _drive_life(setup: Setup, written_per_node: int, seconds: float) -> float | None:
+    endurances = [tier.endurance for tier in setup.hardware.storage if tier.endurance is not None]
+    if not endurances or not written_per_node:
+        return None
+    return sum(endurances) / written_per_node * seconds
+
+
+def _round_size(num_bytes: int) -> str:
+    """Rounded down to what people write."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= 10 * size:
+            return f"{num_bytes // size}{unit}"
+    return f"{max(1, num_bytes // 2**20)}MiB"

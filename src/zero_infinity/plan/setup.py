@@ -1,0 +1,256 @@
+"""From a model, a machine and a job to what the simulator works with: homes, budgets, blocks. Pure.
+
+How a rank's memory is divided is the engine's decision, not ours: whoever simulates hands in the engine's own function,
+so that a plan and a run agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from zero_infinity.config import MEASURED_FRACTION
+from zero_infinity.errors import CapacityError, ConfigError
+from zero_infinity.plan.hardware import Hardware, Tier, TierKind
+from zero_infinity.plan.homes import Homes, Need, choose_homes, slowest_homes
+from zero_infinity.plan.job import Job, Placement
+from zero_infinity.plan.model import Model
+from zero_infinity.units import format_bytes
+
+# Gathered parameters are fetched ahead as far as this part of their room on the device reaches, as in the engine; an
+# operator that is larger is tiled, so that one tile computes while the next arrives.
+DEVICE_LOOKAHEAD_SHARE = 1 / 3
+# A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of
+# the host's cache, and every result times the number of slices. So the largest models take seconds, too.
+MAX_UNITS = 1_500
+
+
+# As in the engine: parameters and chunks start at multiples of this many elements, and blocks are whole pages.
+GRAIN = 64
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """What one rank keeps of a unit."""
+
+    name: str
+    num_elements: int
+    parameters: int
+    record: int
+    gradients: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the engine divides a rank's host memory."""
+
+    resident_units: frozenset[str]  # those that never leave it
+    resident: int
+    set_aside: int  # for gradients
+    cache: int
+    lookahead: int
+    chunk_bytes: int
+
+
+# Units, the rank's host memory in bytes, and whether there is a slower tier.
+Divide = Callable[[Sequence[UnitBytes], int, bool], Division]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that is decided before the first step."""
+
+    model: Model  # tiled where it must be; only one slice of it, where there are several
+    scale: float  # how many slices there are
+    hardware: Hardware
+    job: Job
+    homes: Homes
+    units: dict[str, UnitBytes]  # of one rank
+    host_memory: int  # of one rank, for the engine
+    division: Division
+    device_cache: int | None  # room for gathered parameters; None where nothing is gathered or copied
+    working_bytes: int  # of activations, on one device
+    checkpoint_bytes: int  # of one device's batch
+
+    @property
+    def num_devices(self) -> int:
+        """Of one node, that take part."""
+        return self.job.devices_per_node or self.hardware.devices_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_devices * self.job.num_nodes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Device memory for gathered parameters, and the gradients of the tile that computes."""
+        return 0 if self.device_cache is None else self.device_cache * 4 // 3
+
+    @property
+    def streaming_bytes(self) -> int:
+        """Host memory of a node that blocks stream through, and that waiting gradients take."""
+        return self.num_devices * (int(self.division.cache * self.scale) + self.division.set_aside)
+
+    @property
+    def parameters_stream(self) -> bool:
+        """Whether parameters move between host and a slower tier."""
+        return self.homes.parameters.kind is TierKind.STORAGE
+
+    @property
+    def optimizer_streams(self) -> bool:
+        return self.homes.optimizer.kind is TierKind.STORAGE
+
+
+def prepare(model: Model, hardware: Hardware, job: Job, divide: Divide) -> Setup:
+    """Decide where everything goes; `CapacityError` when it does not fit."""
+    num_devices = job.devices_per_node or hardware.devices_per_node
+    if num_devices > hardware.devices_per_node:
+        raise ConfigError(f"gpus is {num_devices}, but a node of {hardware.name} has {hardware.devices_per_node}")
+    num_ranks = num_devices * job.num_nodes
+    checkpointed = job.interval > 0
+    working = model.working_bytes(job.batch, max(1, job.interval), checkpointed=checkpointed)
+    checkpoints = model.checkpoint_bytes(job.batch, job.interval) if checkpointed else 0
+    homes = _homes(model, hardware, job, num_ranks, working, checkpoints)
+    try:
+        return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
+    except CapacityError:
+        # By bytes it fitted on the host, but not with the engine's own needs: then it streams.
+        if homes.optimizer.kind is not TierKind.HOST or job.optimizer_on or not hardware.storage:
+            raise
+        storage = hardware.storage[0]
+        parameters = storage if job.placement is Placement.ENGINE and not job.parameters_on else homes.parameters
+        homes = replace(homes, optimizer=storage, parameters=parameters)
+        return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
+
+
+def _with_homes(
+    model: Model, hardware: Hardware, job: Job, divide: Divide, homes: Homes, working: int, checkpoints: int
+) -> Setup:
+    num_devices = job.devices_per_node or hardware.devices_per_node
+    num_ranks = num_devices * job.num_nodes
+    device_cache = _device_cache(model, hardware, job, homes, num_ranks, working, checkpoints)
+    if device_cache is not None:
+        model = model.tiled(max(1, int(device_cache * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter))
+    memory = _host_memory(hardware, job, homes, num_devices, working, checkpoints)
+    division = _divide(_unit_bytes(model, job, num_ranks), memory, homes, divide)
+    scale = 1.0
+    if len(model.units) > MAX_UNITS:
+        num_blocks = max(1, model.num_blocks * MAX_UNITS // len(model.units))
+        scale = model.num_blocks / num_blocks
+        model = model.sliced(num_blocks)
+        division = replace(division, cache=int(division.cache / scale), lookahead=int(division.lookahead / scale))
+    units = _unit_bytes(model, job, num_ranks)
+    return Setup(model, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
+
+
+def _unit_bytes(model: Model, job: Job, num_ranks: int) -> dict[str, UnitBytes]:
+    units: dict[str, UnitBytes] = {}
+    for name, size in model.units.items():
+        elements = _round_up(-(-size // num_ranks), GRAIN)
+        parameters = _round_up(elements * job.states.parameter, PAGE_BYTES)
+        units[name] = UnitBytes(
+            name, elements, parameters, elements * job.states.record, elements * job.states.gradient
+        )
+    return units
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _homes(model: Model, hardware: Hardware, job: Job, num_ranks: int, working: int, checkpoints: int) -> Homes:
+    record = job.states.record + (0 if job.early_update else job.states.gradient)
+    need = Need(
+        model.num_parameters * job.states.parameter, model.num_parameters * record, checkpoints * num_ranks, working
+    )
+    memory = job.memory if job.memory is not None else int(hardware.host.capacity * MEASURED_FRACTION)
+    rule = choose_homes if job.placement is Placement.PAPER else slowest_homes
+    homes = rule(need, hardware, job.num_nodes, memory)
+    checkpoint_home = homes.checkpoints
+    if job.offload_checkpoints is True and checkpoint_home.kind is TierKind.DEVICE:
+        checkpoint_home = hardware.host
+    if job.offload_checkpoints is False and hardware.device is not None:
+        checkpoint_home = hardware.device
+    return Homes(
+        _tier_named(hardware, job.parameters_on) or homes.parameters,
+        _tier_named(hardware, job.optimizer_on) or homes.optimizer,
+        checkpoint_home,
+    )
+
+
+def _tier_named(hardware: Hardware, name: str | None) -> Tier | None:
+    if name is None:
+        return None
+    for tier in hardware.tiers:
+        if tier.name.lower() == name.lower():
+            return tier
+    raise ConfigError(f"{hardware.name} has no tier {name!r}; there are: {', '.join(t.name for t in hardware.tiers)}")
+
+
+def _device_cache(
+    model: Model, hardware: Hardware, job: Job, homes: Homes, num_ranks: int, working: int, checkpoints: int
+) -> int | None:
+    """Room for gathered or copied parameters on one device; None where they are computed with where they live."""
+    device = hardware.device
+    if device is None or (num_ranks == 1 and homes.parameters is device):
+        return None
+    taken = working + (checkpoints if homes.checkpoints is device else 0)
+    for home, num_bytes in ((homes.parameters, job.states.parameter), (homes.optimizer, job.states.record)):
+        if home is device:
+            taken += model.num_parameters * num_bytes // num_ranks
+    room = device.capacity - taken
+    # A gradient of the largest tile takes as much as the tile: a quarter of the room is kept for it.
+    cache = room * 3 // 4
+    if cache <= 0:
+        raise CapacityError(
+            f"one device needs {format_bytes(taken)} for activations and its share of the states, but {device.name} "
+            f"has {format_bytes(device.capacity)}\n"
+            "  fix:   a smaller batch or sequence, more devices, or activation checkpoints on the host"
+        )
+    return cache
+
+
+def _host_memory(hardware: Hardware, job: Job, homes: Homes, num_devices: int, working: int, checkpoints: int) -> int:
+    """Host bytes that one rank's engine may hold."""
+    host = hardware.host
+    if job.memory is not None:
+        if job.memory > host.capacity:
+            raise ConfigError(
+                f"memory is {format_bytes(job.memory)}, but {host.name} of {hardware.name} has "
+                f"{format_bytes(host.capacity)}"
+            )
+        return job.memory // num_devices
+    others = checkpoints * num_devices if homes.checkpoints is host else 0
+    if hardware.device is None:
+        others += working
+    return max(0, int((host.capacity - others) * MEASURED_FRACTION)) // num_devices
+
+
+def _divide(units: dict[str, UnitBytes], memory: int, homes: Homes, divide: Divide) -> Division:
+    """The engine divides what streams through the host; what lives there is taken off first."""
+    streams = TierKind.STORAGE in (homes.parameters.kind, homes.optimizer.kind)
+    kinds = (TierKind.STORAGE,) if streams else (TierKind.HOST,)
+    moving = [
+        UnitBytes(
+            unit.name,
+            unit.num_elements,
+            unit.parameters if homes.parameters.kind in kinds else 0,
+            unit.record if homes.optimizer.kind in kinds else 0,
+            unit.gradients if homes.optimizer.kind is not TierKind.DEVICE else 0,
+        )
+        for unit in units.values()
+    ]
+    if not any(unit.parameters or unit.record for unit in moving):
+        return Division(frozenset(units), 0, 0, 0, 0, 1)
+    living = 0
+    if streams:
+        living += sum(unit.parameters for unit in units.values()) if homes.parameters.kind is TierKind.HOST else 0
+        living += sum(unit.record for unit in units.values()) if homes.optimizer.kind is TierKind.HOST else 0
+    if living >= memory:
+        raise CapacityError(
+            f"what lives in host memory takes {format_bytes(living)} a rank, but its memory is {format_bytes(memory)}\n"
+            "  fix:   more memory, or a slower tier for it"
+        )
+    division = divide(moving, memory - living, streams)
+    return replace(division, resident=division.resident + living)

@@ -1,0 +1,78 @@
+"""The links of one rank, and how long a transfer takes on each when all ranks of its node ask for the same."""
+
+from __future__ import annotations
+
+from zero_infinity.plan.hardware import Tier, TierKind
+from zero_infinity.plan.job import Partition
+from zero_infinity.plan.links import Link
+from zero_infinity.plan.model import HALF_BYTES
+from zero_infinity.plan.setup import Setup
+from zero_infinity.trace import Category
+
+
+class Wires:
+    """Computing, updating and every link, each a queue; times are on the simulation's clock."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        hardware = setup.hardware
+        self.compute = Link("compute")
+        self.updater = Link("update")
+        self.storage = {tier: Link(tier.name, tier.latency) for tier in hardware.storage}
+        self._upload = Link(f"{hardware.host.name} to device", hardware.host.latency)
+        self._download = Link(f"device to {hardware.host.name}", hardware.host.latency)
+        self._gather = Link("device to device", hardware.link_latency)
+        between = (self._upload, self._download, self._gather)
+        self.links = (self.compute, *self.storage.values(), *between, self.updater)
+
+    def upload(self, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
+        """From host to device; returns when it is there."""
+        return self._over_host_link(self._upload, name, category, ready, shard, whole)
+
+    def download(self, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
+        """From device to host."""
+        return self._over_host_link(self._download, name, category, ready, shard, whole)
+
+    def collective(self, name: str, ready: float, whole: int) -> float:
+        """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
+        num_ranks = self._setup.num_ranks
+        if num_ranks == 1:
+            return ready
+        num_bytes = whole * (num_ranks - 1) // num_ranks
+        seconds = num_bytes / self._setup.hardware.gather_link(self._setup.job.num_nodes)
+        return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
+
+    def store_checkpoint(self, name: str, ready: float) -> float:
+        """An activation checkpoint leaves the device for its home."""
+        for link, tier in self._checkpoint_path(self._download):
+            ready = self._move_checkpoint(link, name, ready, tier, tier.write)
+        return ready
+
+    def load_checkpoint(self, name: str, ready: float) -> float:
+        for link, tier in reversed(self._checkpoint_path(self._upload)):
+            ready = self._move_checkpoint(link, name, ready, tier, tier.read)
+        return ready
+
+    def _over_host_link(self, link: Link, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
+        """A shard over every device's link at once, or all of it over its owner's."""
+        host = self._setup.hardware.host
+        if self._setup.job.partition is Partition.OWNER:
+            return link.occupy(name, category, ready, whole / host.one_device, whole)
+        rate = host.read if link is self._upload else host.write
+        return link.occupy(name, category, ready, self._shared_seconds(shard, host, rate), shard)
+
+    def _checkpoint_path(self, host_link: Link) -> list[tuple[Link, Tier]]:
+        """The hops from the device that computes to where checkpoints live; none where that is the same memory."""
+        home, hardware = self._setup.homes.checkpoints, self._setup.hardware
+        if home.kind is TierKind.DEVICE:
+            return []
+        path = [(host_link, hardware.host)] if hardware.device is not None else []
+        return [*path, (self.storage[home], home)] if home.kind is TierKind.STORAGE else path
+
+    def _move_checkpoint(self, link: Link, name: str, ready: float, tier: Tier, rate: float) -> float:
+        setup = self._setup
+        num_bytes = int(HALF_BYTES * setup.job.batch * setup.model.seq * setup.model.hidden)
+        return link.occupy(name, Category.ACTIVATION, ready, self._shared_seconds(num_bytes, tier, rate), num_bytes)
+
+    def _shared_seconds(self, num_bytes: int, tier: Tier, rate: float) -> float:
+        return max(num_bytes * self._setup.num_devices / rate, num_bytes / tier.one_device)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_infinity import Config
+from zero_infinity.cli.main import main
+
+
+def plan(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_real_invocation() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "zero_infinity",
+        "plan",
+        "--model",
+        "gpt3-1.3b",
+        "--hardware",
+        "laptop",
+        "--seq",
+        "512",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "zi.Config(memory=" in result.stdout
+    assert "drives last" in result.stdout
+
+
+def test_json_has_bytes_bandwidth_time_and_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(
+        "--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "4", "--nvme", str(tmp_path), capsys=capsys
+    )
+    nvme = next(tier for tier in result["tiers"] if tier["name"] == "NVMe")
+    assert nvme["bytes"]["optimizer states"] == 12 * result["num_parameters"]
+    assert nvme["bytes"]["parameters"] == 2 * result["num_parameters"]
+    for tier in result["tiers"]:
+        assert sum(tier["bytes"].values()) <= tier["capacity"]
+    assert {row["data"] for row in result["bandwidth"]} >= {"optimizer states"}
+    step = result["step"]
+    assert step["seconds"] >= step["compute_seconds"] > 0
+    assert step["bottleneck"] == "NVMe"
+    assert result["drive_life_seconds"] > 0
+    assert result["largest_model"] > result["num_parameters"]
+    with pytest.warns(match="memory is") if result["config"]["memory"] else pytest.raises(AssertionError):
+        assert Config(**result["config"]).nvme == (tmp_path,)
+
+
+def test_what_fits_needs_no_drive(capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(
+        "--layers", "2", "--hidden", "256", "--heads", "4", "--hardware", "laptop", "--nvme", "none", capsys=capsys
+    )
+    assert "nvme" not in result["config"]
+    assert (result["written_per_node"], result["drive_life_seconds"]) == (0, None)
+
+
+def test_the_paper_s_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "zi-10b", "--hardware", "dgx2", "--batch", "8", "--interval", "4")
+    assert plan(*arguments, capsys=capsys)["homes"]["optimizer"] == "CPU"
+    assert plan(*arguments, "--placement", "paper", capsys=capsys)["homes"] == {
+        "parameters": "GPU", "optimizer": "GPU", "checkpoints": "GPU",
+    }  # fmt: skip
+
+
+def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 300, "n_positions": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = plan("--model", str(tmp_path / "config.json"), "--hardware", "laptop", "--seq", "64", capsys=capsys)
+    norm, block = 128, 12 * 64**2 + 13 * 64
+    assert result["num_parameters"] == (300 + 128) * 64 + 2 * block + norm
+    assert main(["plan", "--model", str(tmp_path), "--hardware", "laptop", "--seq", "999"]) == 2
+    assert "positions for 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--model", "zi-1t", "--hardware", "rtx4090"], 1, "works: --nodes 8"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
+        (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "20MiB"], 1, "works: no --memory"),
+        (["--model", "gpt5", "--hardware", "laptop"], 2, "there is no model 'gpt5'"),
+        (["--model", "gpt3-13b", "--hardware", "labtop"], 2, "did you mean 'laptop'?"),
+        (["--model", "gpt3-13b", "--layers", "3", "--hardware", "laptop"], 2, "--model has its own shape"),
+        (["--layers", "3", "--hardware", "laptop"], 2, "which model?"),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--memory", "2G"], 2, "write 2GiB (1024s)"),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--memory", "1TB"], 2, "memory is 931.3 GiB, but RAM of"),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--batch", "0"], 2, "'0' is not a number above zero"),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--nodes", "-1"], 2, "is not an integer between 1 and"),
+        (["--model", "no.json", "--hardware", "laptop"], 2, "no.json cannot be read"),
+        (["--model", "gpt3-13b"], 2, "--hardware"),
+    ],
+)
+def test_mistakes(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

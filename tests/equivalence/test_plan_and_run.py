@@ -1,0 +1,64 @@
+"""A plan and a run take the same decisions: the bytes that the simulator predicts are the bytes that move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_infinity as zi
+from zero_infinity.api import engine_of
+from zero_infinity.cli.division import divide
+from zero_infinity.plan import hardware, modules
+from zero_infinity.plan.job import SINGLE, Job
+from zero_infinity.plan.outcome import Outcome
+from zero_infinity.plan.setup import prepare
+from zero_infinity.plan.simulator import WARM_UP_STEPS, simulate
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
+
+SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64)  # 55 MiB of states
+MIB = 2**20
+
+
+def planned(memory: int, *, early: bool) -> Outcome:
+    with torch.device("meta"):
+        tokens = torch.zeros(1, SHAPE.seq, dtype=torch.long)
+        inputs = {"tokens": tokens, "targets": tokens}
+        model = modules.describe(ByteGPT(SHAPE), inputs, batch=1, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
+    job = Job(batch=1, states=SINGLE, memory=memory, interval=0, early_update=early)
+    return simulate(prepare(model, hardware.load("laptop"), job, divide))
+
+
+def measured(memory: int, directory: Path, *, early: bool) -> tuple[int, int, int]:
+    """Bytes read and written in the step that the simulator reports, and the most that was held."""
+    torch.manual_seed(0)
+    model = ByteGPT(SHAPE)
+    config = zi.Config(memory=memory, nvme=directory, update="auto" if early else "after_backward")
+    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
+    tokens = torch.randint(0, 256, (1, SHAPE.seq))
+    before = after = zi.stats(model)
+    for _ in range(WARM_UP_STEPS + 1):
+        before = after
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine_of(model).settle()
+        after = zi.stats(model)
+    return after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written, after.memory_peak
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["update in backward", "after backward"])
+@pytest.mark.parametrize("memory", [9 * MIB, 16 * MIB])
+def test_the_bytes_that_move_are_the_bytes_that_were_planned(memory: int, early: bool, tmp_path: Path) -> None:
+    plan = planned(memory, early=early)
+    read, written, peak = measured(memory, tmp_path, early=early)
+    assert (plan.read_bytes, plan.written_bytes) == (read, written)
+    assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)
+
+
+def test_a_plan_says_when_nothing_will_move(tmp_path: Path) -> None:
+    plan = planned(128 * MIB, early=True)
+    read, written, _ = measured(128 * MIB, tmp_path, early=True)
+    assert (plan.read_bytes, plan.written_bytes) == (read, written) == (0, 0)
