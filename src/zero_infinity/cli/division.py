@@ -11,7 +11,7 @@ from zero_infinity.store.block import Home
 
 def divide(units: Sequence[UnitBytes], memory: int, streams: bool) -> Division:
     """What `zi.prepare` would decide for a rank with these units and this much host memory."""
-    sizes = [UnitSize(unit.name, unit.parameters, unit.record, unit.gradients) for unit in units]
+    sizes = [UnitSize(unit.name, unit.parameters, unit.record, unit.gradients, unit.gradients) for unit in units]
     placement = place(sizes, memory, [], nvme=streams)
     resident = (unit.name for unit, home in zip(units, placement.homes, strict=True) if home is Home.RAM)
     return Division(
