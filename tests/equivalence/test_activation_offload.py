@@ -238,3 +238,36 @@ def test_inputs_of_no_block() -> None:
 def test_values_that_make_no_sense(wrong: Any) -> None:
     with pytest.raises(zi.ConfigError, match="offload_activations=.*'all'"):
         zi.Config(checkpoint_activations=True, offload_activations=wrong)
+
+
+@pytest.mark.parametrize("how", BOTH, ids=["checkpoints", "all", "mixed"])
+@pytest.mark.parametrize("nvme", [False, True])
+def test_on_an_accelerator(how: dict[str, Any], nvme: bool, tmp_path: Path) -> None:
+    script = training(vectors(), mean_square, num_steps=3)
+    torch.manual_seed(0)
+    model = only_layers()
+    config = zi.Config(memory="512KiB", nvme=tmp_path if nvme else None, **how)
+    model, optimizer = zi.prepare(model, adamw(model), config, accelerator=zi.EmulatedAccelerator(64 << 10))
+    run = Run(model, optimizer, prepared=True)
+    script(run)
+    assert zi.stats(model).activation_bytes > 0
+    plain = run_plain(only_layers, script, adamw)
+    for expected, found in zip(plain.logged, run.logged, strict=True):
+        assert torch.equal(expected, found)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(plain.weights[name], parameter)
+
+
+def test_a_forward_that_fails_gives_everything_back(tmp_path: Path) -> None:
+    config = zi.Config(memory="256KiB", nvme=tmp_path, checkpoint_activations=True, offload_activations=True)
+    model, optimizer = zi.prepare(*made(only_layers), config)
+    handle = model[3].up.register_forward_pre_hook(lambda *_: 1 / 0)  # type: ignore[index, union-attr]
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            model(vectors()(0))
+    handle.remove()
+    mean_square(model, vectors()(0)).backward()
+    optimizer.step()
+    assert engine_of(model).activations.held_bytes == 0  # type: ignore[union-attr]
+    # Blocks of a forward that failed were free again for the next.
+    assert zi.stats(model).activation_bytes == 4 * 8 * 32 * 4
