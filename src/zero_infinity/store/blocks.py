@@ -538,19 +538,21 @@ class BlockStore:
             yield memory
         finally:
             with self._changed:
-                self._busy -= Counter({thread: 1})
+                _uncount(self._busy, thread)
                 self._notify()
 
     def _wait(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool = False) -> None:
         """Wait for `condition`; `unless_failed`: return after an error of the store instead of raising it."""
         thread = threading.get_ident()
         with self._changed:
+            if self._error is None and condition(block):
+                return  # most often: nothing to wait for
             self._waiting[thread] += 1
         try:
             self._poll(block, condition, unless_failed=unless_failed)
         finally:
             with self._changed:
-                self._waiting -= Counter({thread: 1})
+                _uncount(self._waiting, thread)
 
     def _poll(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool) -> None:
         idle_since, last_event = time.monotonic(), -1
@@ -590,3 +592,10 @@ class BlockStore:
             f"{format_bytes(self.pool.budget)} are free and nothing in flight will free more{held}\n"
             "  fix:   drop the tensors that refer to these blocks, or give more memory"
         )
+
+
+def _uncount(counts: Counter[int], key: int) -> None:
+    """One less; those that count nothing leave."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
