@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zero_infinity.api", "support.rank_scripts"]
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zero_infinity.api", "support.multirank"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ _START = -10
 _LOOKAHEAD_SHARE = 1 / 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Wires:
+    """To the other ranks, one for each thread."""
+
+    steps: Wire  # of the thread that computes
+    gradients: Wire
+    copies: Wire | None  # of parameters of which each rank stores a part
+    exchange: Wire | None  # of parameters of which each rank updates a part
+
+
 class TrainingEngine:
     """Trains one model with one optimizer within a byte budget."""
 
@@ -82,12 +93,16 @@ class TrainingEngine:
         self._model_parameters = list(model.parameters())
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
+        self._common_budget = self._agree_on_budget()
+
         # First what can fail for a user's mistake, before anything moves.
         with self._agreed("zi.prepare (checks)"):
             owners, replaced, copies = self._plan(model, optimizer)
         try:
             with self._agreed("zi.prepare (swap space)"):
                 self._divide(self.placement, copies)
+            with self._agreed("zi.prepare (connecting)"):
+                self._wires = self._connect(copies)
             with self._agreed("zi.prepare (moving in)"):
                 self._build(model, copies, replaced)
         except BaseException:
@@ -98,6 +113,15 @@ class TrainingEngine:
 
     def _agreed(self, phase: str) -> AbstractContextManager[None]:
         return self.ranks.agreed(phase) if self.ranks is not None else nullcontext()
+
+    def _agree_on_budget(self) -> int:
+        """What ranks decide by that have to decide alike: the smallest budget of all."""
+        hosts = {host_of(m) for p in self._model_parameters if (m := parked.managed(p)) is not None}
+        if hosts:
+            budget = min(host.store.pool.budget for host in hosts)
+        else:
+            budget = self.config.memory_budget(self.ranks.num_local_ranks if self.ranks is not None else 1)
+        return self.ranks.smallest("the memory of zi.prepare", budget) if self.ranks is not None else budget
 
     def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
@@ -134,8 +158,9 @@ class TrainingEngine:
         self.residency = self.host.residency
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
         budget = self.store.pool.budget
-        self._bucket_bytes = _bucket_bytes(budget) if self.ranks is not None else 0
-        copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, budget)
+        common = self._common_budget if self.ranks is not None else budget
+        self._bucket_bytes = _bucket_bytes(common) if self.ranks is not None else 0
+        copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, common)
         if accelerator is not None:
             check_room(together, config.device_memory or accelerator.budget)
         at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
@@ -148,7 +173,7 @@ class TrainingEngine:
     def _build(self, model: nn.Module, copies: int, replaced: list[Unit]) -> None:
         """Everything that may fail for want of room or for a drive's error; the last thing is to park parameters."""
         self.host.drop_forgotten({*self.units, *replaced})
-        self._wire = self._make_wire(model)
+        self._spread_values(model)
         self._cache = self._make_cache(copies)
         new_units = [unit for unit in self.units if unit.block is None]
         self._change_source([unit for unit in (*self.units, *replaced) if unit.block is not None])
@@ -156,7 +181,7 @@ class TrainingEngine:
             if unit.block is None:
                 self.host.add(unit, home)
         self._make_chunks()
-        self.keeper = RecordKeeper(self.residency, self.records, self._wire)
+        self.keeper = RecordKeeper(self.residency, self.records, self._wires.steps if self._wires is not None else None)
         self._updater = Updater(self.store, shares_cores=self._accelerator is None)
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
@@ -170,6 +195,8 @@ class TrainingEngine:
             self.host.park(unit)
         for unit in replaced:
             self.host.drop(unit)
+        if self.ranks is not None:
+            self.host.closers.append(self.ranks.leave)
 
     # ------------------------------------------------------------------ setting up
 
@@ -226,26 +253,45 @@ class TrainingEngine:
         self.store.pool.charge(placement.set_aside + copies + 2 * self._bucket_bytes)
         self.store.reserve(placement.swap)
 
-    def _make_wire(self, model: nn.Module) -> Wire | None:
-        """The computing thread's own wire to the other ranks; they start with the values of the first."""
+    def _connect(self, copies: int) -> _Wires | None:
+        """One wire to the other ranks for each thread that talks to them."""
         if self.ranks is None:
             return None
         self.ranks.names.update({unit.number: unit.name for unit in self.units})
-        wire = self.ranks.wire("steps")
+        stage = self._sharding.stage
+        device = self._accelerator.device if self._accelerator is not None else torch.device("cpu")
+        copied = stage == 3 and (self._accelerator is not None or copies)
+        wires = _Wires(
+            steps=self.ranks.wire("steps"),
+            gradients=self.ranks.wire("gradients"),
+            copies=self.ranks.wire("parameters", device) if copied else None,
+            exchange=self.ranks.wire("parameters") if stage in (1, 2) else None,
+        )
+        sizes = [len(self.units), sum(unit.num_elements for unit in self.units)]
+        said = wires.steps.agree(Topic("start", _START, "the sizes of the model"), sizes)
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise UsageError(
+                    f"rank {rank} has a model of {theirs[0]} units and {theirs[1]:,} elements, rank 0 one of "
+                    f"{said[0][0]} units and {said[0][1]:,} elements\n  fix:   build the same model on every rank"
+                )
+        return wires
+
+    def _spread_values(self, model: nn.Module) -> None:
+        """All ranks start with the values of the first."""
+        if self._wires is None:
+            return
         topic = Topic("start", _START, "the values to start with")
-        wire.agree(topic, [len(self.units), sum(unit.num_elements for unit in self.units)])
         plain = [p.detach() for p, managed in self._managed.items() if managed.unit.block is None]
         for tensor in [*plain, *model.buffers()]:
-            wire.spread(topic, tensor)
-        return wire
+            self._wires.steps.spread(topic, tensor)
 
     def _make_cache(self, copies: int) -> ComputeCache | None:
         if self._accelerator is None and not copies:
             return None
         where: Place = self._accelerator or CpuPlace(copies)
         budget = copies or self.config.device_memory or where.budget
-        gathers = self.ranks is not None and self._sharding.stage == 3
-        wire = self.ranks.wire("parameters", where.device) if self.ranks is not None and gathers else None
+        wire = self._wires.copies if self._wires is not None else None
         cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire)
         self.host.closers.append(cache.copier.close)
         return cache
@@ -269,19 +315,17 @@ class TrainingEngine:
         early = self.config.update == "auto" and not clips and self.loss_scale is None
         norms = clips or self.loss_scale is not None
         download = self._accelerator.download if self._accelerator is not None else None
-        if self.ranks is None or self._wire is None:
+        if self._wires is None:
             return Gradients(
                 *parts, reserve=reserve, num_backwards=num_backwards, early=early, norms=norms, download=download
             )
         stage = self._sharding.stage
         reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
-        reducer = Reducer(
-            self.ranks.wire("gradients"), self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0
-        )
+        reducer = Reducer(self._wires.gradients, self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0)
         self.host.closers.append(reducer.close)
         exchange = None
-        if stage in (1, 2):
-            exchange = ParameterExchange(self.store, self.ranks.wire("parameters"))
+        if self._wires.exchange is not None:
+            exchange = ParameterExchange(self.store, self._wires.exchange)
             self.host.closers.append(exchange.close)
         return ShardedGradients(
             *parts,
@@ -291,7 +335,7 @@ class TrainingEngine:
             norms=norms,
             download=download,
             stage=stage,
-            wire=self._wire,
+            wire=self._wires.steps,
             reducer=reducer,
             exchange=exchange,
         )
@@ -373,6 +417,8 @@ class TrainingEngine:
         for source in {unit.the_source() for unit in self.units}:
             source.end_cycle(same_order=self.gradients.same_order)
         self._num_steps += 1
+        if self.ranks is not None:
+            self.ranks.num_steps = self._num_steps
 
     def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip the retained gradients of these parameters; returns their norm."""

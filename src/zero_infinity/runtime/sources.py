@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from zero_infinity.errors import CapacityError
+from zero_infinity.errors import CapacityError, again
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.accelerator import Memory, Place
 from zero_infinity.runtime.residency import Residency
@@ -260,17 +260,24 @@ class Copier:
     def close(self) -> None:
         """End the thread after the copy that it makes now."""
         self._tasks.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._wire is not None:
+            self._wire.end(self._thread)
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
         self.place.close()
 
     def _work(self) -> None:
         torch.set_num_threads(1)
+        failed: BaseException | None = None  # of an exchange: there are none after that
         while (copy := self._tasks.get()) is not None:
             try:
+                if failed is not None:
+                    raise again(failed)
                 self._make(copy)
             except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
-                copy.error = error
+                copy.error = error.with_traceback(None)
+                if self._wire is not None:
+                    failed = copy.error
             with self._lock:
                 copy.ready.set()
                 if copy.dropped and copy.memory is not None:
