@@ -29,7 +29,7 @@ from zero_infinity.runtime.host import ParameterHost, host_of, sharding_of
 from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
-from zero_infinity.runtime.precision import precision_of
+from zero_infinity.runtime.precision import multiplies_fast, precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
@@ -94,6 +94,7 @@ class TrainingEngine:
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
         self._common_budget = self._agree_on_budget()
+        self._is_fast = self._agree_on_speed()
 
         # First what can fail for a user's mistake, before anything moves.
         with self._agreed("zi.prepare (checks)"):
@@ -122,6 +123,14 @@ class TrainingEngine:
         else:
             budget = self.config.memory_budget(self.ranks.num_local_ranks if self.ranks is not None else 1)
         return self.ranks.smallest("the memory of zi.prepare", budget) if self.ranks is not None else budget
+
+    def _agree_on_speed(self) -> bool | None:
+        """Whether all ranks compute in 16 bits when nobody said that they should; it is measured."""
+        stored = self.config.param_dtype
+        if self.ranks is None or stored is None or stored == "float32" or self.config.compute_dtype is not None:
+            return None
+        fast = multiplies_fast(getattr(torch, stored), self._device)
+        return bool(self.ranks.smallest("the speed of 16-bit computation", fast))
 
     def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
@@ -210,7 +219,7 @@ class TrainingEngine:
             fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
             for full_name, parameter in parameters:
                 known = parked.managed(parameter)
-                dtypes = precision_of(parameter.dtype, self.config, self._device)
+                dtypes = precision_of(parameter.dtype, self.config, self._device, fast=self._is_fast)
                 if known is not None and (known.unit.dtype, known.unit.compute_dtype) == (
                     dtypes.stored,
                     dtypes.computed,
@@ -223,7 +232,7 @@ class TrainingEngine:
                     replaced.setdefault(known.unit)
                 fresh.setdefault(parameter.dtype, []).append((full_name, parameter))
             for own, members in fresh.items():
-                dtypes = precision_of(own, self.config, self._device)
+                dtypes = precision_of(own, self.config, self._device, fast=self._is_fast)
                 unit_name = (name or type(model).__name__) + (f" ({own})" if len(fresh) > 1 else "")
                 unit = make_unit(
                     unit_name,
@@ -241,7 +250,7 @@ class TrainingEngine:
         records = {}
         maker = RecordMaker(self.user_optimizer)
         for unit in self.units:
-            record = maker.make(unit, precision_of(unit.dtype, self.config, self._device).optimized)
+            record = maker.make(unit, precision_of(unit.dtype, self.config, self._device, fast=self._is_fast).optimized)
             if record is not None:
                 records[unit] = record
         return records
@@ -640,7 +649,7 @@ def _needed_together(owners: Owners) -> list[list[Unit]]:
 
 def _is_copied(unit: Unit) -> bool:
     """Whether modules on the CPU see a copy of it."""
-    return unit.compute_dtype != unit.dtype or not unit.is_stored_whole
+    return unit.compute_dtype != unit.dtype or unit.is_stored_in_parts
 
 
 def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memory: int) -> int:
@@ -649,7 +658,7 @@ def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memo
     if not sizes:
         return 0
     at_once = max(sum(copy_size(unit) for unit in group if _is_copied(unit)) for group in together)
-    share = _COPY_SHARE if all(unit.is_stored_whole for unit in units) else _GATHER_SHARE
+    share = _GATHER_SHARE if any(unit.is_stored_in_parts for unit in units) else _COPY_SHARE
     return max(at_once + max(sizes), min(sum(sizes), round_up(int(memory * share))))
 
 

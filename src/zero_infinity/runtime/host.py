@@ -115,7 +115,7 @@ class ParameterHost:
         self.residency.wait(block)
         with self.store.changing(block) as memory, self.residency.pinned(block), torch.no_grad():
             flat = memory.view(unit.dtype)
-            if unit.is_stored_whole:
+            if not unit.is_stored_in_parts:
                 for managed in unit.parameters:
                     managed.of(flat).copy_(managed.parameter.detach())
             else:

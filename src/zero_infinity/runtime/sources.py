@@ -317,7 +317,7 @@ def _copy_bytes(unit: Unit) -> int:
 
 def copy_size(unit: Unit) -> int:
     """What a copy takes, with what is needed while it is made."""
-    staged = not unit.is_stored_whole and unit.dtype != unit.compute_dtype
+    staged = unit.is_stored_in_parts and unit.dtype != unit.compute_dtype
     return round_up(_copy_bytes(unit)) + (round_up(unit.num_elements * unit.dtype.itemsize) if staged else 0)
 
 
