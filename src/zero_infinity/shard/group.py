@@ -130,18 +130,16 @@ class RankGroup:
         reason = f" with {type(error).__name__}: {_first_line(error)}" if error is not None else ""
         self.note(f"ended after {self.num_steps} steps{reason}")
 
-    def describe(self, rank: int) -> str:
-        """What is known of another rank."""
+    def describe(self, rank: int) -> list[str]:
+        """What is known of another rank that does not answer any more, and of others that have ended."""
         deadline = time.monotonic() + _NOTE_SECONDS
-        while True:
-            try:
-                if self._store.check([f"note/{rank}"]):
-                    return f" (rank {rank}: {self._store.get(f'note/{rank}').decode()})"
-            except RuntimeError:
-                return ""
-            if time.monotonic() > deadline:
-                return ""
-            time.sleep(0.01)
+        try:
+            while not self._store.check([f"note/{rank}"]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            others = [r for r in range(self.num_ranks) if r != self.rank and self._store.check([f"note/{r}"])]
+            return [f"rank {r} {self._store.get(f'note/{r}').decode()}" for r in others]
+        except RuntimeError:  # whoever keeps the store is gone
+            return []
 
     def name_of(self, number: int) -> str:
         """The name of what is exchanged under a number."""

@@ -63,8 +63,8 @@ class Traffic:
 class Directory(Protocol):
     """What is known of ranks and of what they exchange."""
 
-    def describe(self, rank: int) -> str:
-        """What is known of a rank that is lost."""
+    def describe(self, rank: int) -> list[str]:
+        """What is known of a rank that is lost, and of others that have ended."""
 
     def name_of(self, number: int) -> str:
         """The name of what another rank wants."""
@@ -192,13 +192,12 @@ class Wire:
         control = self._control
         if control is None:
             raise EngineClosedError(f"the connections between ranks were closed before {name!r} was exchanged")
-        try:
-            for rank, tensors in received.items():
-                works += [(rank, control.recv([t], rank, tag)) for t in tensors if t.numel()]
-            for rank, tensors in sent.items():
-                works += [(rank, control.send([t], rank, tag)) for t in tensors if t.numel()]
-        except RuntimeError as error:
-            raise self._lost(self.peers[0] if len(self.peers) == 1 else None, name, error) from error
+        for start, parts in ((control.recv, received), (control.send, sent)):
+            for rank, tensors in parts.items():
+                try:
+                    works += [(rank, start([tensor], rank, tag)) for tensor in tensors if tensor.numel()]
+                except RuntimeError as error:
+                    raise self._lost(rank, name, error) from error
         for rank, work in works:
             try:
                 work.wait()
@@ -219,14 +218,13 @@ class Wire:
             dist.all_to_all(outputs, inputs, group=group)
         torch.accelerator.current_stream().synchronize()
 
-    def _lost(self, rank: int | None, name: str, error: RuntimeError) -> LostRankError:
-        who = f"rank {rank}" if rank is not None else "another rank"
-        known = self._directory.describe(rank) if rank is not None else ""
-        reason = str(error).partition("] ")[2] or str(error)
-        self._directory.note(f"failed: {who} did not answer while it was waiting for {name!r}")
+    def _lost(self, rank: int, name: str, error: RuntimeError) -> LostRankError:
+        reason = (str(error).partition("] ")[2] or str(error)).splitlines()[0].partition(". This is")[0]
+        self._directory.note(f"failed, as rank {rank} did not answer while it was waiting for {name!r}")
+        known = "".join(f"\n  known: {line}" for line in self._directory.describe(rank))
         return LostRankError(
-            f"{who} did not answer while rank {self.rank} was waiting for {name!r}{known}\n"
-            f"  why:   {reason.splitlines()[0]}\n"
+            f"rank {rank} did not answer while rank {self.rank} was waiting for {name!r}\n"
+            f"  why:   {reason}{known}\n"
             "  fix:   see what that rank has printed; the same number of batches and the same calls on every rank"
         )
 
@@ -239,7 +237,7 @@ class Wire:
             f"\n  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {name_of(number)!r}"
             for number, ranks in sorted(wanted.items(), key=lambda item: item[1])
         )
-        self._directory.note("failed: ranks have parted")
+        self._directory.note("failed, as ranks have parted")
         return DivergenceError(
             f"ranks have parted: they want different things next ({topic.kind}){sides}\n"
             "  fix:   let every rank call the same modules in the same order, as often"
