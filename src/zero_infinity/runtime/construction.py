@@ -61,7 +61,8 @@ class Construction:
 
     def _make_cache(self, ranks: RankGroup) -> ComputeCache:
         """Whole units, for constructors that look at a layer after it was cut into parts."""
-        budget = int(self._host.store.pool.budget * _GATHER_SHARE)
+        # The same on every rank: what is gathered again depends on it.
+        budget = int(ranks.smallest("the memory of zi.init", self._host.store.pool.budget) * _GATHER_SHARE)
         self._host.store.pool.charge(budget)
         cache = ComputeCache(self._host.residency, CpuPlace(budget), budget, 0, ranks.wire("construction"))
         self._host.source = cache

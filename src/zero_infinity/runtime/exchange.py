@@ -11,6 +11,7 @@ import threading
 
 import torch
 
+from zero_infinity.errors import EngineClosedError
 from zero_infinity.runtime.unit import Unit
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Turn
@@ -32,10 +33,9 @@ class ParameterExchange:
         self._units.put((unit, self._store.claim(unit.the_block())))
 
     def close(self) -> None:
-        """End the thread after the unit that it completes now."""
+        """End the thread when all units are complete, unless that does not get on."""
         self._units.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._wire.end(self._thread, lambda: self._store.fail(EngineClosedError("the engine is closed")))
 
     def _work(self) -> None:
         torch.set_num_threads(1)

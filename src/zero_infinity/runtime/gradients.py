@@ -377,7 +377,9 @@ class Gradients:
 def _places(records: Iterable[Record]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:
     places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
     for record in records:
+        for parameter in record.state_names:
+            places[parameter] = []  # another rank may have all of it
         for chunk in record.gradient_chunks:
             for segment in chunk.segments:
-                places.setdefault(segment.parameter, []).append((chunk, segment))
+                places[segment.parameter].append((chunk, segment))
     return places

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,7 @@ from typing import Protocol
 import torch
 
 from zero_infinity.config import Config
-from zero_infinity.errors import UsageError
+from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.residency import Residency
@@ -112,7 +113,7 @@ class ParameterHost:
         self.residency.wait(block)
         with self.store.changing(block) as memory, self.residency.pinned(block), torch.no_grad():
             flat = memory.view(unit.dtype)
-            if unit.is_stored_whole:
+            if not unit.is_stored_in_parts:
                 for managed in unit.parameters:
                     managed.of(flat).copy_(managed.parameter.detach())
             else:
@@ -203,4 +204,9 @@ def _close_apart(closers: list[Callable[[], None]]) -> None:
 
 def _close(closers: list[Callable[[], None]]) -> None:
     while closers:
-        closers.pop()()
+        try:
+            closers.pop()()
+        except StuckThreadError as stuck:
+            # What is left to close is the memory that the thread may still write to.
+            closers.clear()
+            warnings.warn(f"the thread {stuck} does not end; its memory is not given back", stacklevel=1)

@@ -238,7 +238,9 @@ class ShardedGradients(Gradients):
         mine = totals[self._wire.rank]
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         for segment, square in squares.items():
-            mine[numbers[segment.parameter]] += square
+            # What every rank has counts once.
+            if segment.parameter.unit.is_updated_in_parts or self._wire.rank == 0:
+                mine[numbers[segment.parameter]] += square
         topic = Topic("norms", _NORMS, "the norms of gradients")
         self._wire.agree(topic)
         self._wire.gather(topic, [(totals.view(-1), _rows(totals))])
@@ -290,7 +292,7 @@ class ShardedGradients(Gradients):
             return None
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
         self._read_retained(parameter, flat)
-        if not self._keeps_everything(parameter.unit):
+        if parameter.unit.is_updated_in_parts:
             topic = Topic("gradient gather", _GRADIENT, parameter.name)
             self._wire.agree(topic)
             self._wire.gather(topic, [(flat, parameter.spans)])
@@ -311,9 +313,6 @@ class ShardedGradients(Gradients):
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
         """As the model lists them: what was read, and when, may differ between ranks."""
         return [unit for unit in self._records if unit in units]
-
-    def _keeps_everything(self, unit: Unit) -> bool:
-        return len(unit.owned) == unit.num_elements
 
 
 def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:

@@ -347,19 +347,27 @@ class Copier:
     def close(self) -> None:
         """End the thread after the copy that it makes now."""
         self._tasks.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._wire is not None:
+            self._wire.end(self._thread)
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
         self.place.close()
 
     def _work(self) -> None:
         torch.set_num_threads(1)
+        failed: BaseException | None = None  # of an exchange: there are none after that
         while (task := self._tasks.get()) is not None:
             group, copies = task
             try:
+                if failed is not None:
+                    raise again(failed)
                 self._make(group, copies)
             except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
                 for copy in copies:
                     copy.error = error.with_traceback(None)  # its frames hold the copies, and their memory
+                # When ranks want different units nothing was exchanged, and they may find a way to go on.
+                if self._wire is not None and not isinstance(error, DivergenceError):
+                    failed = error
             with self._lock:
                 for copy in copies:
                     copy.ready.set()
@@ -407,7 +415,7 @@ def _copy_bytes(unit: Unit) -> int:
 
 def copy_size(unit: Unit) -> int:
     """What a copy takes, with what is needed while it is made."""
-    staged = not unit.is_stored_whole and unit.dtype != unit.compute_dtype
+    staged = unit.is_stored_in_parts and unit.dtype != unit.compute_dtype
     return round_up(_copy_bytes(unit)) + (round_up(unit.num_elements * unit.dtype.itemsize) if staged else 0)
 
 

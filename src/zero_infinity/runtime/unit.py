@@ -128,6 +128,8 @@ class Unit:
     spans: tuple[Span, ...] = ()  # each rank's part
     stored: Span = NOTHING  # what is in `block`
     owned: Span = NOTHING  # what is updated here
+    is_stored_in_parts: bool = False
+    is_updated_in_parts: bool = False
     block: Block | None = None
     source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
@@ -141,10 +143,6 @@ class Unit:
     def stored_bytes(self) -> int:
         """What its block takes, also on a rank that stores nothing of it."""
         return max(GRAIN, len(self.stored)) * self.dtype.itemsize
-
-    @property
-    def is_stored_whole(self) -> bool:
-        return len(self.stored) == self.num_elements
 
     def saved(self, handle: object) -> None:
         """Autograd has saved a tensor over it, and holds `handle` in its place."""
@@ -223,6 +221,7 @@ def make_unit(
     layout = sharding.layout(unit.num_elements, number)
     unit.num_elements, unit.spans = layout.num_elements, layout.spans
     unit.stored, unit.owned = layout.stored, layout.owned
+    unit.is_stored_in_parts, unit.is_updated_in_parts = layout.is_stored_in_parts, layout.is_updated_in_parts
     return unit
 
 
