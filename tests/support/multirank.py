@@ -9,9 +9,10 @@ and one backward, which is PyTorch on the joined batch: then results agree as fa
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from support.compare import assert_same, copied, least_budget
 from support.models import CASES, Case, mean_square, vectors
 from support.rank_scripts import small_blocks
 from support.ranks import run_ranks
+from zero_infinity.api import engine_of
 from zero_infinity.runtime import engine as engine_module
 
 MAX_NORM = 0.05
@@ -86,6 +88,39 @@ class Checkpointed(nn.Module):
         return x
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One of a model that a test has drawn."""
+
+    width: int
+    bias: bool
+    norm: bool
+    frozen: bool
+    repeated: bool  # used twice
+
+
+class Drawn(nn.Module):
+    """A chain of layers of the widths that a test has drawn."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.again = [layer.repeated for layer in layers]
+        for layer in layers:
+            inner = nn.Sequential(nn.Linear(32, layer.width, bias=layer.bias), nn.Tanh(), nn.Linear(layer.width, 32))
+            if layer.norm:
+                inner.append(nn.LayerNorm(32))
+            self.layers.append(inner.requires_grad_(not layer.frozen))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, again in zip(self.layers, self.again, strict=True):
+            x = x + layer(x) * self.gain
+            if again:
+                x = x + layer(x)
+        return x
+
+
 MODELS: dict[str, Case] = {
     **CASES,
     "odds": Case(Odds, vectors(), mean_square),
@@ -118,7 +153,7 @@ class Job:
     """One training."""
 
     script: Callable[[Training], None]
-    model: str = "mlp"
+    model: str | tuple[Layer, ...] = "mlp"
     optimizer: str = "adamw"
     settings: Mapping[str, Any] = field(default_factory=dict)
     start: tuple[dict[str, Any], dict[str, Any]] | None = None  # state dicts to begin with
@@ -147,7 +182,8 @@ class Training:
     def __init__(self, job: Job, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.job = job
-        self.case = MODELS[job.model]
+        drawn = job.model
+        self.case = MODELS[drawn] if isinstance(drawn, str) else Case(lambda: Drawn(drawn), vectors(), mean_square)
         self.losses: list[list[float]] = []
         self.logged: list[Any] = []
         self.model: nn.Module
@@ -160,8 +196,9 @@ class Training:
 
     def load(self) -> None:
         if self.job.start is not None:
-            self.model.load_state_dict(self.job.start[0])
-            self.optimizer.load_state_dict(self.job.start[1])
+            # A plain optimizer goes on with the very tensors that it is given.
+            self.model.load_state_dict(copied(self.job.start[0]))
+            self.optimizer.load_state_dict(copied(self.job.start[1]))
 
     def loss(self, number: int, rank: int) -> torch.Tensor:
         """The loss of one rank's part of a batch."""
@@ -395,7 +432,13 @@ def run_plain(job: Job, num_ranks: int, order: Order = Order.RANKS) -> Result:
 
 
 def check(
-    jobs: list[Job], num_ranks: int, order: Order = Order.RANKS, *, joined: bool = True, exact: bool = True
+    jobs: list[Job],
+    num_ranks: int,
+    order: Order = Order.RANKS,
+    *,
+    joined: bool = True,
+    exact: bool = True,
+    moves: bool = True,
 ) -> list[list[Result]]:
     """Run the jobs, which differ in their settings alone.
 
@@ -409,7 +452,8 @@ def check(
         for rank, result in enumerate(results):
             expected = plain_part(plain, rank) if exact else first[rank]
             assert_same(f"{job}, rank {rank} of {num_ranks}", expected, prepared_part(result))
-        assert_moved(job, results)
+        if moves:
+            assert_moved(job, results)
     if joined:
         other = run_plain(jobs[0], num_ranks, Order.JOINED)
         for rank, result in enumerate(by_job[0]):
@@ -540,3 +584,66 @@ def unfreeze(run: Training) -> None:
         if number == 1:
             run.model.get_submodule("frozen").requires_grad_(True)
             run.model.get_submodule("first").requires_grad_(False)
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def two_models(rank: int, num_ranks: int, directory: Path) -> list[Result]:
+    """Two models are trained by turns, the second prepared when the first has been trained a step."""
+    small_blocks()
+    jobs = [
+        Job(steps, "mlp", settings={"stage": 3, "memory": "4MiB"}),
+        Job(steps, "odds", "sgd", settings={"stage": 2, "memory": "1MiB", "nvme": directory}),
+    ]
+    runs = []
+    for number in range(4):
+        if len(runs) < 2:
+            runs.append(Prepared(jobs[number], rank, num_ranks))
+        for at, run in enumerate(runs):
+            if number - at < 3:
+                run.backward(number - at)
+                run.step()
+    return [run.result() for run in runs]
+
+
+def overflow(rank: int, num_ranks: int, every: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """In the second of four steps the gradients of the last rank are infinite."""
+    small_blocks()
+    outcomes = []
+    for settings in every:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        model, optimizer = zi.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zi.Config(**settings))
+        after = []
+        for number in range(4):
+            loss = mean_square(model, vectors()(number * num_ranks + rank))
+            if number == 1 and rank == num_ranks - 1:
+                loss = loss * torch.inf
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after.append({name: copied(p.detach()) for name, p in model.named_parameters()})
+        scale = engine_of(model).loss_scale
+        outcomes.append((after, scale.scale if scale else None, scale.num_skipped if scale else None))
+    return outcomes
+
+
+def build(rank: int, num_ranks: int, name: str, every: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Build a model inside zi.init, and train it."""
+    small_blocks()
+    outcomes = []
+    for settings in every:
+        job = Job(steps, name, settings=settings)
+        config = zi.Config(**settings)
+        torch.manual_seed(0)
+        with zi.init(config):
+            model = MODELS[name].make()
+        built = {n: copied(p.detach()) for n, p in model.named_parameters()}
+        run = Prepared.__new__(Prepared)
+        Training.__init__(run, job, num_ranks)
+        run.rank = rank
+        run.model, run.optimizer = zi.prepare(model, OPTIMIZERS["adamw"](model), config)
+        steps(run)
+        outcomes.append((built, run.result(), zi.stats(run.model)))
+    return outcomes

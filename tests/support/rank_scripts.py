@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zero_infinity as zi
+from zero_infinity.api import engine_of
 from zero_infinity.runtime import placement
 
 
@@ -198,3 +199,27 @@ def leave_out_a_layer(rank: int, stage: int, left_out: int) -> None:
     for step in range(3):
         model(batch(step, rank, width=24)).square().mean().backward()
         optimizer.step()
+
+
+def count(rank: int, num_ranks: int, depth: int, every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train an MLP by each of these settings; what was sent in one step, once the order is known, and what is held."""
+    small_blocks()
+    return [_count(rank, depth, settings) for settings in every]
+
+
+def _count(rank: int, depth: int, settings: dict[str, Any]) -> dict[str, Any]:
+    width = 96
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
+    seen = []
+    for number in range(5):
+        # The first layer's weight is read in backward, too.
+        model(batch(number, rank, width).requires_grad_()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zi.synchronize(model)
+        torch.distributed.barrier()
+        seen.append(zi.stats(model))
+    buckets = engine_of(model).gradients._reducer._buckets.values()  # type: ignore[attr-defined]
+    sent = {kind: total - seen[-2].sent_bytes[kind] for kind, total in seen[-1].sent_bytes.items()}
+    return {"sent": sent, "stats": seen[-1], "buckets": sum(t.nbytes for pair in buckets for t in pair)}

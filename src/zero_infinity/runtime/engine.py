@@ -570,6 +570,7 @@ class TrainingEngine:
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
         self._updater.drain()
+        self.gradients.drain()
         self.store.settle()
 
     def stats(self) -> Stats:

@@ -247,6 +247,9 @@ class Gradients:
         self._retained.discard(parameter)
         self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
 
+    def drain(self) -> None:
+        """Wait until what comes after an update is done."""
+
     def discard(self) -> None:
         """Forget all gradients that no update has been submitted for."""
         if self.cycle.updated:

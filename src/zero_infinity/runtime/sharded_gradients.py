@@ -260,6 +260,10 @@ class ShardedGradients(Gradients):
         if self._squares is not None:
             self._squares.clear()
 
+    def drain(self) -> None:
+        if self._exchange is not None:
+            self._exchange.drain()
+
     def discard(self) -> None:
         super().discard()
         for collected in self._collected.values():
