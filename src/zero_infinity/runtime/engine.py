@@ -24,7 +24,7 @@ from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace, Place
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
-from zero_infinity.runtime.host import ParameterHost, host_of, sharding_of
+from zero_infinity.runtime.host import ParameterHost, host_of, memory_budget, sharding_of
 from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
@@ -82,6 +82,8 @@ class TrainingEngine:
         self._model_parameters = list(model.parameters())
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
+        if self.ranks is not None:
+            memory_budget(config, self.ranks)  # here, where no rank can have failed and leave the others waiting
         # First what can fail for a user's mistake, before anything moves.
         with self._agreed("zi.prepare (checks)"):
             owners, replaced, copies = self._plan(model, optimizer)

@@ -52,7 +52,7 @@ class ParameterHost:
         self.ranks = ranks
         self.sharding = sharding_of(config, ranks)
         self.num_units = 0  # made so far
-        pool = BufferPool(config.memory_budget(ranks.num_local_ranks if ranks is not None else 1))
+        pool = BufferPool(memory_budget(config, ranks))
         engine = QueuedEngine(FileDevice(config.nvme)) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify)
         self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD)
@@ -154,6 +154,13 @@ class ParameterHost:
                 for managed in parameters:
                     # Changes through .data or numpy leave no trace: take it that there were some.
                     self.exposure.keep(managed)
+
+
+def memory_budget(config: Config, ranks: RankGroup | None) -> int:
+    """What the engine may hold on this rank: the same on all, the least of them, since all take the same decisions."""
+    if ranks is None:
+        return config.memory_budget()
+    return ranks.least("memory", config.memory_budget(ranks.num_local_ranks))
 
 
 def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:

@@ -62,6 +62,7 @@ class RankGroup:
         self.traffic = Traffic()
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self._groups: list[ProcessGroup] = []
+        self._least: dict[str, int] = {}
 
     def wire(self, purpose: str, device: torch.device = _CPU) -> Wire:
         """A wire for one thread, and tensors on `device`. Every rank makes the same ones in the same order."""
@@ -118,10 +119,27 @@ class RankGroup:
             raise
         self.all_well(phase, None)
 
+    def tell(self, what: str, value: str) -> list[str]:
+        """Tell the others, and hear what each says (by rank). Each `what` can be told once."""
+        try:
+            self._store.set(f"{what}/{self.rank}", value)
+        except RuntimeError as lost:
+            raise LostRankError(f"the ranks' common store is gone ({lost})") from lost
+        return [self._told(what, rank) for rank in range(self.num_ranks)]
+
+    def least(self, what: str, value: int) -> int:
+        """The least that any rank says; who asks again gets the same answer."""
+        if what not in self._least:
+            self._least[what] = min(map(int, self.tell(what, str(value))))
+        return self._least[what]
+
+    def is_first_to(self, act: str) -> bool:
+        """Whether no rank has asked this before."""
+        return bool(self._store.add(f"first/{act}", 1) == 1)
+
     def all_same(self, what: str, value: str, fix: str) -> None:
         """Raise when ranks differ in `what`."""
-        self._store.set(f"{what}/{self.rank}", value)
-        found = [self._told(what, rank) for rank in range(self.num_ranks)]
+        found = self.tell(what, value)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}: {other} and {found[0]}\n  fix:   {fix}")
@@ -137,7 +155,9 @@ class RankGroup:
         for rank in range(self.num_ranks):
             outcome = self._told(phase, rank)
             if outcome:
-                raise RankError(f"rank {rank} failed in {phase}: {outcome}")
+                failure = RankError(f"rank {rank} failed in {phase}: {outcome}")
+                failure.failed_rank = rank
+                raise failure
 
     def _told(self, phase: str, rank: int) -> str:
         key = f"{phase}/{rank}"
