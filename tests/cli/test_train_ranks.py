@@ -6,107 +6,22 @@ Most tests fork their ranks from a server that has torch loaded; the environment
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.rank_command import SECONDS, Running
 
-from zero_infinity.cli.main import main
 from zero_infinity.workload import text
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
 TIGHT = ["--memory", "1300KiB", "--nvme", "swap"]
-SECONDS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How one rank ended."""
-
-    code: int | None
-    out: str
-    err: str
-
-
-def _rank(
-    rank: int, num_ranks: int, port: int, folder: str, argv: list[str], change: Callable[[int], None] | None
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    os.chdir(folder)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    torch.set_num_threads(1)
-    if change is not None:
-        change(rank)
-    sys.exit(main(["train", *argv]))
-
-
-class Running:
-    """A command on several ranks."""
-
-    def __init__(
-        self, folder: Path, num_ranks: int, *argv: str, change: Callable[[int], None] | None = None, **own: list[str]
-    ) -> None:
-        self.folder = folder
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "zero_infinity.cli.training"])
-        port = _free_port()
-        self.processes = [
-            context.Process(
-                target=_rank,
-                args=(rank, num_ranks, port, str(folder), [*argv, *own.get(f"rank{rank}", [])], change),
-            )
-            for rank in range(num_ranks)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def await_steps(self, number: int) -> None:
-        deadline = time.monotonic() + SECONDS
-        while (self.folder / "out0").exists() is False or (self.folder / "out0").read_text().count("\n") < number:
-            assert time.monotonic() < deadline
-            assert self.processes[0].is_alive(), (self.folder / "err0").read_text()
-            time.sleep(0.05)
-
-    def end(self) -> list[Ended]:
-        deadline = time.monotonic() + SECONDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [process for process in self.processes if process.is_alive()]
-        for process in late:
-            process.kill()
-            process.join()
-        ended = [
-            Ended(p.exitcode, (self.folder / f"out{rank}").read_text(), (self.folder / f"err{rank}").read_text())
-            for rank, p in enumerate(self.processes)
-        ]
-        assert not late, ended
-        return ended
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -135,13 +50,10 @@ def losses(steps: list[dict[str, Any]]) -> list[float]:
 def test_ranks_train_what_one_alone_trains_on_the_joined_batch(here: Path) -> None:
     common = [*TINY, "--steps", "4", "--accumulate", "2"]
     alone, _ = train(here, 1, *common, "--batch", "6", "--nvme", "none")
-    by_stage = {}
-    for stage, place in ((0, ["--nvme", "none"]), (3, TIGHT)):
-        by_stage[stage], summary = train(here, 2, *common, "--batch", "3", "--stage", str(stage), *place)
-        assert losses(by_stage[stage]) == pytest.approx(losses(alone), abs=2e-5)
-        assert summary["ranks"] == 2
-        assert [figures["rank"] for figures in summary["by_rank"]] == [0, 1]
-    assert losses(by_stage[0]) == losses(by_stage[3])
+    together, summary = train(here, 2, *common, "--batch", "3", "--stage", "3", *TIGHT)
+    assert losses(together) == pytest.approx(losses(alone), abs=2e-5)
+    assert summary["ranks"] == 2
+    assert [figures["rank"] for figures in summary["by_rank"]] == [0, 1]
 
 
 def test_the_summary_counts_bytes_by_kind_and_exchange(here: Path) -> None:
@@ -164,7 +76,8 @@ def test_the_summary_counts_bytes_by_kind_and_exchange(here: Path) -> None:
         assert figures["bucket_bytes"] > 0
         assert figures["read_bytes"] > 0
     assert summary["read_bytes"] == sum(figures["read_bytes"] for figures in summary["by_rank"])
-    _, replicated = train(here, 2, *common, "--stage", "0", "--nvme", "none")
+    same, replicated = train(here, 2, *common, "--stage", "0", "--nvme", "none")
+    assert losses(same) == losses(steps)
     sent = replicated["by_rank"][1]["sent_bytes_per_step"]
     assert sent == {"gradient sum": pytest.approx(half, rel=0.01), "gradient gather": pytest.approx(half, rel=0.01)}
     assert replicated["by_rank"][1]["optimizer_bytes"] == pytest.approx(4 * half, rel=0.01)
