@@ -41,6 +41,8 @@ class RankFigures:
     # To other ranks, by kind of exchange.
     sent_bytes_per_step: dict[str, float]
     exchanges_per_step: dict[str, float]
+    sent_bytes: dict[str, int]
+    exchanges: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,8 @@ def figures_of(rank: int, before: Stats, after: Stats, *, steps: int, process_pe
         copy_bytes=after.copy_bytes,
         sent_bytes_per_step=_per_step(before.sent_bytes, after.sent_bytes, num_steps),
         exchanges_per_step=_per_step(before.num_exchanges, after.num_exchanges, num_steps),
+        sent_bytes=after.sent_bytes,
+        exchanges=after.num_exchanges,
     )
 
 
