@@ -5,8 +5,8 @@
 
 One hop is slowed to a given bandwidth, by sleeping, which takes no core from the model: `link` is the way from the host
 to an emulated accelerator, before each gather (parameters live in RAM); `drive` is the swap space of each rank. Every
-rank has both models, alike but for the lookahead, and takes steps of them in turn. A step's time ends when its updates are
-done, and all ranks have ended theirs: nothing of one model runs during the other's turn. Their losses must be equal.
+rank has both models, alike but for the lookahead, and takes steps of them in turn. A step's time ends when its updates
+are done, and all ranks have ended theirs: nothing of one model runs during the other's turn. Losses must be equal.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(folder: Path, num_ranks: int, *argv: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def train(folder: Path, num_ranks: int, *argv: str, **own: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The steps and the summary of a run that ends well."""
-    first, *others = Running(folder, num_ranks, *argv, "--json").end()
+    first, *others = Running(folder, num_ranks, *argv, "--json", **own).end()
     assert all(ended.code == 0 for ended in (first, *others)), (first.err, others)
     assert all((ended.out, ended.err) == ("", "") for ended in others)
     assert first.err == ""
@@ -50,10 +50,12 @@ def losses(steps: list[dict[str, Any]]) -> list[float]:
 def test_ranks_train_what_one_alone_trains_on_the_joined_batch(here: Path) -> None:
     common = [*TINY, "--steps", "4", "--accumulate", "2"]
     alone, _ = train(here, 1, *common, "--batch", "6", "--nvme", "none")
-    together, summary = train(here, 2, *common, "--batch", "3", "--stage", "3", *TIGHT)
+    larger = ["--memory", "2MiB"]
+    together, summary = train(here, 2, *common, "--batch", "3", "--stage", "3", *TIGHT, rank1=larger)
     assert losses(together) == pytest.approx(losses(alone), abs=2e-5)
     assert summary["ranks"] == 2
     assert [figures["rank"] for figures in summary["by_rank"]] == [0, 1]
+    assert [figures["memory_budget"] for figures in summary["by_rank"]] == [1300 << 10] * 2  # the least counts
 
 
 def test_the_summary_counts_bytes_by_kind_and_exchange(here: Path) -> None:
