@@ -78,11 +78,15 @@ def test_the_summary_counts_bytes_by_kind_and_exchange(here: Path) -> None:
         assert figures["bucket_bytes"] > 0
         assert figures["read_bytes"] > 0
     assert summary["read_bytes"] == sum(figures["read_bytes"] for figures in summary["by_rank"])
-    same, replicated = train(here, 2, *common, "--stage", "0", "--nvme", "none")
-    assert losses(same) == losses(steps)
-    sent = replicated["by_rank"][1]["sent_bytes_per_step"]
-    assert sent == {"gradient sum": pytest.approx(half, rel=0.01), "gradient gather": pytest.approx(half, rel=0.01)}
-    assert replicated["by_rank"][1]["optimizer_bytes"] == pytest.approx(4 * half, rel=0.01)
+    for stage, second, parts in (("0", "gradient gather", (4, 2)), ("2", "parameter gather", (2, 1))):
+        same, summary = train(here, 2, *common, "--stage", stage, "--nvme", "none")
+        assert losses(same) == losses(steps)
+        figures = summary["by_rank"][1]
+        sent = figures["sent_bytes_per_step"]
+        assert sent == {"gradient sum": pytest.approx(half, rel=0.01), second: pytest.approx(half, rel=0.01)}
+        held = [figures["optimizer_bytes"], figures["gradient_bytes"]]
+        assert held == pytest.approx([part * half for part in parts], rel=0.01)
+        assert figures["parameter_bytes"] == pytest.approx(2 * half, rel=0.1)
 
 
 def test_batches_of_ranks_are_the_slices_of_one(here: Path) -> None:
@@ -187,7 +191,7 @@ def test_torchrun(here: Path) -> None:
         assert "2 ranks, stage 3" in process.stdout.readline()
         assert process.stdout.readline().startswith("step       1/1000000")
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=SECONDS)
+        output, errors = process.communicate(timeout=2 * SECONDS)
     assert process.returncode != 0
     assert errors.count("stopped by SIGTERM after step") == 1
     rows = [line for line in output.splitlines() if not line.startswith("step")]

@@ -79,6 +79,7 @@ class TrainingEngine:
         self._accelerator = accelerator
         self._zeros = False  # gradients were set to zeros rather than to None
         self._num_steps = 0
+        self._exchange: ParameterExchange | None = None  # of updated parameters, at stages 1 and 2
         self._model_parameters = list(model.parameters())
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
@@ -281,10 +282,9 @@ class TrainingEngine:
             self.ranks.wire("gradients"), self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0
         )
         self.host.closers.append(reducer.close)
-        exchange = None
         if stage in (1, 2):
-            exchange = ParameterExchange(self.store, self.ranks.wire("parameters"))
-            self.host.closers.append(exchange.close)
+            self._exchange = ParameterExchange(self.store, self.ranks.wire("parameters"))
+            self.host.closers.append(self._exchange.close)
         return ShardedGradients(
             *parts,
             reserve=reserve,
@@ -295,7 +295,7 @@ class TrainingEngine:
             stage=stage,
             wire=self._wire,
             reducer=reducer,
-            exchange=exchange,
+            exchange=self._exchange,
         )
 
     def _write_masters(self, unit: Unit) -> None:
@@ -489,6 +489,8 @@ class TrainingEngine:
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
         self._updater.drain()
+        if self._exchange is not None:
+            self._exchange.drain()
         self.store.settle()
 
     def stats(self) -> Stats:

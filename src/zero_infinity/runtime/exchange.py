@@ -11,6 +11,7 @@ import threading
 
 import torch
 
+from zero_infinity.interrupts import through
 from zero_infinity.runtime.unit import Unit
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Turn
@@ -24,12 +25,23 @@ class ParameterExchange:
         self._store = store
         self._wire = wire
         self._units: queue.SimpleQueue[tuple[Unit, Turn] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_pending = 0
         self._thread = threading.Thread(target=self._work, name="zero-infinity-exchange", daemon=True)
         self._thread.start()
 
     def submit(self, unit: Unit) -> None:
         """The unit's update was submitted, and its block is fetched: complete it after that."""
+        with self._changed:
+            self._num_pending += 1
         self._units.put((unit, self._store.claim(unit.the_block())))
+
+    def drain(self) -> None:
+        """Wait until every unit is complete, or one failed: whoever uses it gets the error."""
+        with self._changed:
+            while self._num_pending:
+                with through():
+                    self._changed.wait()
 
     def close(self) -> None:
         """End the thread after the unit that it completes now."""
@@ -41,14 +53,16 @@ class ParameterExchange:
         torch.set_num_threads(1)
         failed = False
         while (task := self._units.get()) is not None:
-            if failed:
-                continue
             try:
-                self._complete(*task)
+                if not failed:
+                    self._complete(*task)
             except BaseException as error:  # noqa: BLE001 - whoever waits for a block gets it
                 self._store.fail(error.with_traceback(None))
                 failed = True
             del task
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
 
     def _complete(self, unit: Unit, turn: Turn) -> None:
         topic = Topic("parameter gather", unit.number, unit.name)
