@@ -89,6 +89,13 @@ def test_the_summary_counts_bytes_by_kind_and_exchange(here: Path) -> None:
         assert figures["parameter_bytes"] == pytest.approx(2 * half, rel=0.1)
 
 
+def test_a_model_of_several_budgets_is_built_over_ranks(here: Path) -> None:
+    """Room for whole layers comes out of the budget while the model is built, too."""
+    _, summary = train(here, 2, *TINY, "--layers", "24", "--steps", "1", "--batch", "2", *TIGHT)
+    assert summary["state_ratio"] > 5
+    assert all(figures["memory_peak"] <= figures["memory_budget"] for figures in summary["by_rank"])
+
+
 def test_batches_of_ranks_are_the_slices_of_one(here: Path) -> None:
     corpus = text.collect([Path("text")])
     whole = text.ByteBatches(corpus, 6, 16, seed=3)
