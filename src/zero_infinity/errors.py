@@ -62,6 +62,8 @@ class EngineClosedError(ZeroInfinityError, RuntimeError):
 class RankError(ZeroInfinityError, RuntimeError):
     """Ranks cannot go on together."""
 
+    failed_rank: int | None = None  # the one that failed and said why, where it is another one
+
 
 class DivergenceError(RankError):
     """Ranks want different things."""

@@ -115,7 +115,8 @@ class Updater:
     def close(self) -> None:
         """End the thread after the job that runs now; what waits is dropped. Idempotent."""
         if self._error is None:
-            self._error = EngineClosedError("the updater is closed")
+            # Whoever waits for a block that a dropped job was to change has to know, or waits for ever.
+            self._fail(EngineClosedError("the updater is closed"))
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -146,18 +146,28 @@ class RankGroup:
             raise
         self.all_well(phase, None)
 
+    def tell(self, what: str, value: str) -> list[str]:
+        """Tell the others, and hear what each says (by rank). Each `what` can be told once."""
+        try:
+            self._store.set(f"{what}/{self.rank}", value)
+        except RuntimeError as lost:
+            raise LostRankError(f"the ranks' common store is gone ({lost})") from lost
+        return [self._told(what, rank) for rank in range(self.num_ranks)]
+
+    def is_first_to(self, act: str) -> bool:
+        """Whether no rank has asked this before."""
+        return bool(self._store.add(f"first/{act}", 1) == 1)
+
     def all_same(self, what: str, value: str, fix: str) -> None:
         """Raise when ranks differ in `what`."""
-        self._store.set(f"{what}/{self.rank}", value)
-        found = [self._told(what, rank) for rank in range(self.num_ranks)]
+        found = self.tell(what, value)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}: {other} and {found[0]}\n  fix:   {fix}")
 
     def smallest(self, what: str, value: int) -> int:
         """The smallest value that any rank has of `what`."""
-        self._store.set(f"{what}/{self.rank}", str(value))
-        return min(int(self._told(what, rank)) for rank in range(self.num_ranks))
+        return min(map(int, self.tell(what, str(value))))
 
     def all_well(self, phase: str, error: Exception | None) -> None:
         """Tell the others how `phase` went here, and raise when it failed anywhere."""
@@ -170,7 +180,9 @@ class RankGroup:
         for rank in range(self.num_ranks):
             outcome = self._told(phase, rank)
             if outcome:
-                raise RankError(f"rank {rank} failed in {phase}: {outcome}")
+                failure = RankError(f"rank {rank} failed in {phase}: {outcome}")
+                failure.failed_rank = rank
+                raise failure
 
     def _told(self, phase: str, rank: int) -> str:
         key = f"{phase}/{rank}"
