@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from mounts import mounted
-from support.rank_faults import CULPRIT, FATAL_STEP, build, train
+from support.rank_faults import CULPRIT, FATAL_STEP, build, close, train
 from support.ranks import Outcome, try_ranks
 
 SECONDS = 40.0
@@ -59,6 +59,15 @@ def test_a_rank_raises_in_its_own_code(stage: int, num_ranks: int, tmp_path: Pat
     for error in errors_of(run("raises", num_ranks, tmp_path, stage=stage)):
         assert error.startswith("LostRankError: rank ")
         assert f"known: rank {CULPRIT} ended after {FATAL_STEP} steps with ValueError: a sample is broken" in error
+
+
+def test_an_engine_is_closed_in_the_middle_and_its_rank_lives_on() -> None:
+    num_seconds = 8.0
+    first, second = try_ranks(2, close, num_seconds, seconds=SECONDS)
+    assert (second.result, second.error) == ("lived on", None)
+    assert str(first.error).startswith("LostRankError: rank 1 did not answer while rank 0 was waiting for 'layers.")
+    assert f"known: rank {CULPRIT} ended after {FATAL_STEP} steps" in str(first.error)
+    assert first.seconds < second.seconds - num_seconds / 3
 
 
 @pytest.mark.parametrize("fault", ["depth", "width"])

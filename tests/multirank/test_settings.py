@@ -99,3 +99,9 @@ def test_16_bit_gradients_between_ranks(tmp_path: Path) -> None:
     """Each rank's gradient is rounded once, and summed in float32."""
     jobs = [Job(steps, settings=s) for s in every_stage(tmp_path, reduce_dtype="bfloat16")]
     check(jobs, 3, joined=False)
+
+
+def test_unequal_budgets(tmp_path: Path) -> None:
+    """Each rank has its own; what all have to decide alike is decided by the smallest."""
+    every = [{"stage": s, "memory": ["300KiB", "8MiB"], "nvme": tmp_path} for s in (3, 2)]
+    check([Job(steps, "gpt2", settings=s) for s in every], 2, moves=False)

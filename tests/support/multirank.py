@@ -248,6 +248,8 @@ class Prepared(Training):
         settings = dict(job.settings)
         if settings.get("memory") == LEAST:
             settings["memory"] = self._least_memory(settings)
+        elif isinstance(settings.get("memory"), list):
+            settings["memory"] = settings["memory"][rank]
         self.build()
         self.model, self.optimizer = zi.prepare(self.model, self.optimizer, zi.Config(**settings), group=group)
         self.load()

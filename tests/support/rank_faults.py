@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import nn
 
 import zero_infinity as zi
 from support.rank_scripts import adamw, small_blocks
+from zero_infinity.api import engine_of
+from zero_infinity.shard import wire
 
 WIDTH = 48
 CULPRIT = 1  # the rank that does it
@@ -63,6 +67,37 @@ def train(rank: int, fault: str, settings: dict[str, Any]) -> str:
         optimizer.zero_grad()
     zi.synchronize(model)
     return "trained"
+
+
+def close(rank: int, num_seconds: float) -> str:
+    """Rank CULPRIT's own code fails while its next layer is on its way from a rank that is late. Its engine is closed, and it lives on."""
+    small_blocks()
+    wire._GRACE_SECONDS = 0.3
+    torch.manual_seed(0)
+    model = Tower(depth=8)
+    # Room for three layers.
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(stage=3, memory="1MiB"))
+    for step in range(6):
+        if step == FATAL_STEP and rank == 0:
+            model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(1.5))
+        if step == FATAL_STEP and rank == CULPRIT:
+            model.layers[2].register_forward_hook(_fail)
+        loss = None
+        with suppress(ValueError):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+        if loss is None:
+            engine_of(model).host.close()
+            time.sleep(num_seconds)
+            return "lived on"
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    return "trained"
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("a sample is broken")
 
 
 def build(rank: int, settings: dict[str, Any], other_seed: bool) -> str:
