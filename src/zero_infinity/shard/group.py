@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zero_infinity.errors import LostRankError, RankError, UsageError
 from zero_infinity.shard.wire import Channel, Traffic, Wire
+from zero_infinity.trace import Trace
 
 _CPU = torch.device("cpu")
 # Every engine of this process has names of its own in the store. Engines are made in the same order on every rank.
@@ -61,6 +62,7 @@ class RankGroup:
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = Traffic()
+        self.trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
 
     def wire(self, purpose: str, device: torch.device = _CPU) -> Wire:
@@ -68,7 +70,10 @@ class RankGroup:
         gloo = ProcessGroupGloo(self._store_of(purpose), self.rank, self.num_ranks, self._timeout)
         control = cast(Channel, gloo)
         data = None if device.type == "cpu" else self._accelerator_group(purpose, device)
-        return Wire(control, self.traffic, self.describe, lambda number: self.names.get(number, f"#{number}"), data)
+        return Wire(control, self.traffic, self.describe, self._name_of, data, self.trace)
+
+    def _name_of(self, number: int) -> str:
+        return self.names.get(number, f"#{number}")
 
     def _accelerator_group(self, purpose: str, device: torch.device) -> Channel:
         if device.type != "cuda":
