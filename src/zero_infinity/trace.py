@@ -10,6 +10,7 @@ lock. Nothing is written before `write`. A trace keeps its last events, up to a 
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import threading
@@ -133,38 +134,29 @@ class Trace:
     def _write(self, file: TextIO) -> None:
         other = {"title": self.title, "budgets": self.budgets, "num_dropped": self.num_dropped}
         file.write(f'{{"otherData": {json.dumps(other)},\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
-        separator = ""
-        for event in _chrome_events(list(self.spans), self.samples):
-            file.write(separator + json.dumps(event))
-            separator = ",\n"
+        file.write(",\n".join(_chrome_events(list(self.spans), self.samples)))
         file.write("\n]}\n")
 
 
-def _chrome_events(spans: list[Span], samples: Iterator[Sample]) -> Iterator[dict[str, Any]]:
+def _chrome_events(spans: list[Span], samples: Iterator[Sample]) -> Iterator[str]:
+    """JSON, put together by hand: more than twice as fast, and the names are few."""
+    quoted = functools.cache(json.dumps)
     rows, names = _rows(spans)
     for number, lane in enumerate(names, 1):
-        yield {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": number, "args": {"name": lane}}
+        name = quoted(lane)
+        yield f'{{"ph": "M", "name": "thread_name", "pid": {_PROCESS}, "tid": {number}, "args": {{"name": {name}}}}}'
     for span, row in zip(spans, rows, strict=True):
-        event: dict[str, Any] = {
-            "ph": "X",
-            "name": span.name,
-            "cat": span.category,
-            "pid": _PROCESS,
-            "tid": row,
-            "ts": round(span.start * _MICRO, 3),
-            "dur": round(span.seconds * _MICRO, 3),
-        }
-        if span.num_bytes:
-            event["args"] = {"bytes": span.num_bytes}
-        yield event
+        args = f', "args": {{"bytes": {span.num_bytes:d}}}' if span.num_bytes else ""
+        yield (
+            f'{{"ph": "X", "name": {quoted(span.name)}, "cat": "{span.category}", "pid": {_PROCESS}, "tid": {row}, '
+            f'"ts": {span.start * _MICRO:.3f}, "dur": {span.seconds * _MICRO:.3f}{args}}}'
+        )
     for sample in samples:
-        yield {
-            "ph": "C",
-            "name": f"held: {sample.tier}",
-            "pid": _PROCESS,
-            "ts": round(sample.time * _MICRO, 3),
-            "args": {"bytes": sample.num_bytes},
-        }
+        name = quoted(f"held: {sample.tier}")
+        yield (
+            f'{{"ph": "C", "name": {name}, "pid": {_PROCESS}, "ts": {sample.time * _MICRO:.3f}, '
+            f'"args": {{"bytes": {sample.num_bytes:d}}}}}'
+        )
 
 
 def _rows(spans: list[Span]) -> tuple[list[int], list[str]]:
