@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -70,6 +71,26 @@ def train(
     stats = zi.stats(model)
     result["peak"], result["budget"] = stats.memory_peak, stats.memory_budget
     return result
+
+
+def record(rank: int, num_ranks: int, settings: dict[str, Any]) -> tuple[zi.Stats, str, dict[str, Any]]:
+    """Train; the counters, and the trace (if there is one) as of the same moment."""
+    small_blocks()
+    model = mlp()
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
+    for step in range(4):
+        loss_of(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # What is gathered ahead, and parameters on their way to other ranks, come in their own time.
+    before = None
+    while (stats := zi.stats(model)).sent_bytes != before:
+        before = stats.sent_bytes
+        time.sleep(0.5)
+        zi.synchronize(model)
+    trace = settings.get("trace")
+    written = trace.with_stem(f"{trace.stem}.rank{rank}").read_text() if trace is not None else ""
+    return zi.stats(model), written, states(model, optimizer)
 
 
 def build(rank: int, num_ranks: int, settings: dict[str, Any], depth: int = 4) -> dict[str, Any]:

@@ -60,6 +60,7 @@ EPILOG = """\
 examples:
   zero-infinity train --preset 125M --memory 256MiB --steps 20
   zero-infinity train --layers 4 --hidden 256 --heads 4 --seq 128 --data src docs/guide.md --nvme /mnt/nvme
+  zero-infinity train --preset 25M --memory 64MiB --steps 5 --trace run.json && zero-infinity report run.json
   zero-infinity train --hf config.json --memory 4GiB --nvme /mnt/a /mnt/b --optimizer sgd --json
   torchrun --nproc-per-node 2 -m zero_infinity train --preset 5M --memory 9MiB --stage 3
 
@@ -116,6 +117,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="a JSON object a line: each step, then the summary")
     output.add_argument("--log-every", type=_positive, metavar="N", help="steps from line to line (default: 20 lines)")
+    output.add_argument("--trace", type=Path, metavar="FILE", help="write what was done when as Chrome trace JSON, for "
+                        "zero-infinity report")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -134,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
                 summary.print_json()
             else:
                 summary.print(Console())
+            if config.trace is not None:
+                print(f"written: {config.trace}", file=sys.stderr)
             if watch.requested:
                 print(f"stopped by {watch.name} after step {summary.steps} of {args.steps}", file=sys.stderr)
         return watch.exit_code
@@ -206,6 +211,7 @@ def _config(args: argparse.Namespace) -> Config:
         "max_grad_norm": args.max_grad_norm,
         "stage": args.stage,
         "verify": args.verify,
+        "trace": args.trace,
     }
     changes: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     if args.nvme is not None:

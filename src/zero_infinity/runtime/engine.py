@@ -8,6 +8,7 @@ is collected, or the process ends, threads, memory and swap files go.
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +33,7 @@ from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
 from zero_infinity.runtime.precision import multiplies_fast, precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
+from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
@@ -44,6 +46,8 @@ from zero_infinity.shard.partition import Span
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
+from zero_infinity.trace import COPIES, DEVICE, HOST
+from zero_infinity.units import format_count
 
 Owners = dict[nn.Module, list[ManagedParameter]]
 
@@ -153,8 +157,17 @@ class TrainingEngine:
         self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks, self._budget)
         self.store = self.host.store
         self.residency = self.host.residency
+        self._recording = self.host.recording
+        if self._recording is not None:
+            self._recording.trace.title = self._title(model)
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
         return owners, replaced, copies
+
+    def _title(self, model: nn.Module) -> str:
+        """Of a trace."""
+        num_parameters = format_count(sum(p.num_elements for p in self._managed.values()))
+        rank = f", rank {self.ranks.rank} of {self.ranks.num_ranks}" if self.ranks is not None else ""
+        return f"{type(model).__name__}: {num_parameters} parameters{rank}"
 
     def _place(self, together: list[list[Unit]], replaced: list[Unit]) -> int:
         """Divide the memory; returns the room for copies."""
@@ -183,7 +196,7 @@ class TrainingEngine:
                 self.host.add(unit, home)
         self._make_chunks()
         self.keeper = RecordKeeper(self.residency, self.records, self._wires.steps if self._wires is not None else None)
-        self._updater = Updater(self.store, shares_cores=self._accelerator is None)
+        self._updater = Updater(self.store, shares_cores=self._accelerator is None, recording=self.residency.recording)
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
         for unit in self.units:
@@ -293,7 +306,8 @@ class TrainingEngine:
         where: Place = self._accelerator or CpuPlace(copies)
         budget = copies or self.config.device_memory or where.budget
         wire = self._wires.copies if self._wires is not None else None
-        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire)
+        tier = COPIES if self._accelerator is None else DEVICE
+        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire, tier=tier)
         self.host.closers.append(cache.copier.close)
         return cache
 
@@ -359,13 +373,13 @@ class TrainingEngine:
         """From here on, see every read, change and gradient."""
         self._change_source([unit for unit in self.units if unit.source is not self._cache])
         self.host.training = self
-        self.host.exposure.on_read = self.gradients.on_read
+        self.host.exposure.on_read = self.gradients.on_read if self._recording is None else self._recorded_read
         self.host.exposure.on_edit = self._edited
         for managed in self._managed.values():
             if managed.group is not None:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
-        hooks.attach(model, self.host.exposure, owners)
+        hooks.attach(model, self.host.exposure, owners, self._recording)
         self._watch_alternatives(model, owners)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
         computed = {u.compute_dtype for u in self.units}
@@ -414,6 +428,14 @@ class TrainingEngine:
                 self._cache.add(unit)
                 unit.source = self._cache
 
+    def _recorded_read(self, unit: Unit) -> None:
+        """In place of `Gradients.on_read` when there is a record of the run."""
+        self.gradients.on_read(unit)
+        if self._recording is not None:
+            if torch._C._current_graph_task_id() >= 0:
+                self._recording.begin(BACKWARD)
+            self._recording.computing(unit.name)
+
     def _edited(self, managed: ManagedParameter, flat: torch.Tensor) -> None:
         if managed.unit in self.records and managed.group is not None:
             self.keeper.write_master(managed, managed.of(flat))
@@ -422,8 +444,15 @@ class TrainingEngine:
 
     def step(self) -> None:
         """Update with what is left of the gradients."""
+        recording = self._recording
+        if recording is not None:
+            recording.begin(STEP)
+            recording.computing("optimizer step")
         with held():
             self._step()
+        if recording is not None:
+            recording.trace.held(HOST, time.perf_counter(), self.store.pool.held_bytes)
+            recording.end(STEP)
 
     def _step(self) -> None:
         self._take_hand_made_gradients()
@@ -572,6 +601,11 @@ class TrainingEngine:
         self._updater.drain()
         self.gradients.drain()
         self.store.settle()
+
+    def write_trace(self) -> None:
+        """Write what was recorded so far, if a trace is wanted."""
+        if self._recording is not None:
+            self._recording.write()
 
     def stats(self) -> Stats:
         """What is held and what was done so far."""

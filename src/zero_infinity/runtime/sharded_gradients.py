@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.exchange import ParameterExchange
-from zero_infinity.runtime.gradients import Gradients
+from zero_infinity.runtime.gradients import Gradients, room_for
 from zero_infinity.runtime.jobs import Retention, part_of
 from zero_infinity.runtime.record import Record, Segment
 from zero_infinity.runtime.reducer import Reduced, Reducer
@@ -101,7 +101,7 @@ class ShardedGradients(Gradients):
             self._retain(parameter, flat)
             self._unsummed.add(parameter)
             return
-        self._make_room(flat.nbytes)
+        self._make_room(flat.nbytes, unit)
         collected = self._collected.setdefault(unit, {})
         if parameter in collected:
             collected[parameter].add_(flat)
@@ -149,15 +149,17 @@ class ShardedGradients(Gradients):
         elif wanted:
             self._sum(list(wanted.items()), Topic("gradient sum", _LEFT_OVER_SUM, "small and unused units"))
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside, or nothing under way will make room."""
-        start = time.perf_counter()
+        start: float | None = None
         with self._lock:
             while self._outstanding_bytes + num_bytes > self._reserve and self._submitted_bytes:
+                start = start or time.perf_counter()
                 with through():
                     self._released.wait(_POLL_SECONDS)
             self._outstanding_bytes += num_bytes
-        self._residency.waited_seconds += time.perf_counter() - start
+        if start is not None:
+            self._residency.waited(room_for(unit), start)
 
     def _summed(self, num_bytes: int) -> None:
         self._release(num_bytes)
@@ -191,7 +193,7 @@ class ShardedGradients(Gradients):
     def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
         """A retained gradient, whole and of this rank alone, which is then forgotten."""
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
-        self._make_room(flat.nbytes)
+        self._make_room(flat.nbytes, parameter.unit)
         self._read_retained(parameter, flat)
         self._retained.discard(parameter)
         self._unsummed.discard(parameter)

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zero_infinity.errors import LostRankError, RankError, UsageError
 from zero_infinity.shard.wire import Connections, Traffic, Wire
+from zero_infinity.trace import Trace
 
 # A rank that is gone has closed its connections before, or after, it left word: wait a moment for that.
 _NOTE_SECONDS = 0.5
@@ -66,6 +67,7 @@ class RankGroup:
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = Traffic()
+        self.trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self.num_steps = 0
         self._noted = False
@@ -83,7 +85,7 @@ class RankGroup:
             raise LostRankError(
                 f"rank {self.rank} could not connect to every other rank for {purpose}\n  why:   {_first_line(lost)}"
             ) from lost
-        wire = Wire(cast(Connections, control), self.traffic, self, data)
+        wire = Wire(cast(Connections, control), self.traffic, self, data, self.trace)
         self._wires.append(wire)
         return wire
 

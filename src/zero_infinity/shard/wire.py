@@ -14,6 +14,7 @@ On an accelerator the bytes go by the backend's own collectives (NCCL); what is 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.distributed import Work
 
 from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError
 from zero_infinity.shard.partition import Span
+from zero_infinity.trace import RANKS, Category, Trace
 
 _AGREEMENT, _DATA, _CUT = 0, 1, 2  # tags
 _AT_ONCE = timedelta(milliseconds=1)
@@ -92,11 +94,13 @@ class Wire:
         traffic: Traffic,
         directory: Directory,
         data: Connections | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._control: Connections | None = control
         self._data = data  # of an accelerator; None: everything goes by the control group
         self._traffic = traffic
         self._directory = directory
+        self._trace = trace
         self.rank = control.rank()
         self.num_ranks = control.size()
         self.peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
@@ -152,14 +156,16 @@ class Wire:
         """Each rank has its own span of each tensor in place, and gets all others."""
         own = [whole[spans[self.rank].start : spans[self.rank].stop] for whole, spans in wholes]
         theirs = {rank: [whole[spans[rank].start : spans[rank].stop] for whole, spans in wholes] for rank in self.peers}
+        start = time.perf_counter()
         self._exchange(dict.fromkeys(self.peers, own), theirs, _DATA, topic.name)
-        self._traffic.add(topic.kind, sum(part.nbytes for part in own) * len(self.peers))
+        self._note(topic, start, sum(part.nbytes for part in own) * len(self.peers))
 
     def spread(self, topic: Topic, whole: torch.Tensor) -> None:
         """Give every rank the values that the first one has."""
         if self.rank == 0:
+            start = time.perf_counter()
             self._exchange({rank: [whole] for rank in self.peers}, {}, _DATA, topic.name)
-            self._traffic.add(topic.kind, whole.nbytes * len(self.peers))
+            self._note(topic, start, whole.nbytes * len(self.peers))
         else:
             self._exchange({}, {0: [whole]}, _DATA, topic.name)
 
@@ -170,14 +176,22 @@ class Wire:
         """
         length = len(out)
         theirs = {rank: received[number, :length] for number, rank in enumerate(self.peers)}
+        start = time.perf_counter()
         self._exchange({r: [rows[r]] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _DATA, topic.name)
-        self._traffic.add(topic.kind, sum(rows[rank].nbytes for rank in self.peers))
+        self._note(topic, start, sum(rows[rank].nbytes for rank in self.peers))
         for rank in range(self.num_ranks):
             row = rows[rank] if rank == self.rank else theirs[rank]
             if rank == 0:
                 out.copy_(row)
             else:
                 out.add_(row)
+
+    def _note(self, topic: Topic, start: float, num_bytes: int) -> None:
+        """Something was exchanged."""
+        self._traffic.add(topic.kind, num_bytes)
+        if self._trace is not None:
+            name, seconds = f"{topic.name}: {topic.kind}", time.perf_counter() - start
+            self._trace.span(name, Category.COLLECTIVE, RANKS, start, seconds, num_bytes)
 
     def _exchange(
         self,
