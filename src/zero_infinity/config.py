@@ -52,6 +52,9 @@ class Config:
     gradient_accumulation_steps: backward passes per update.
     max_grad_norm: clip the global gradient norm to this. None: no clipping.
     update: "auto" updates a parameter while backward goes on; "after_backward" keeps gradients until step().
+    checkpoint_activations: True keeps only the inputs of a model's repeated blocks and computes the rest again in
+        backward; k does so for every k-th block, beginning with the first (the others keep everything).
+    checkpoint_modules: the blocks' class or class name, or several; empty: found by themselves. See docs.
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
         it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.
@@ -69,6 +72,8 @@ class Config:
     gradient_accumulation_steps: int
     max_grad_norm: float | None
     update: Update
+    checkpoint_activations: bool | int
+    checkpoint_modules: tuple[str, ...]
     partition: Partition
     verify: bool
     trace: Path | None
@@ -87,6 +92,8 @@ class Config:
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         update: str = "auto",
+        checkpoint_activations: bool | int = False,
+        checkpoint_modules: str | type | Iterable[str | type] | None = None,
         partition: str = "spread",
         verify: bool = False,
         trace: PathLike | None = None,
@@ -105,10 +112,17 @@ class Config:
             "gradient_accumulation_steps": _positive_int("gradient_accumulation_steps", gradient_accumulation_steps),
             "max_grad_norm": _norm("max_grad_norm", max_grad_norm),
             "update": _choice("update", update, get_args(Update)),
+            "checkpoint_activations": _interval("checkpoint_activations", checkpoint_activations),
+            "checkpoint_modules": _class_names("checkpoint_modules", checkpoint_modules),
             "partition": _choice("partition", partition, get_args(Partition)),
             "verify": _choice("verify", verify, (False, True)),
             "trace": _output_file("trace", trace),
         }
+        if values["checkpoint_modules"] and not values["checkpoint_activations"]:
+            raise ConfigError(
+                "checkpoint_modules says which blocks, but checkpoint_activations is False\n"
+                "  fix:   checkpoint_activations=True, or leave checkpoint_modules out"
+            )
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen: the only place that sets
 
@@ -259,6 +273,26 @@ def _positive_int(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _wrong(field, value, "an integer of at least 1")
     return value
+
+
+def _interval(field: str, value: object) -> bool | int:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1:
+        raise _wrong(field, value, "False, True, or an integer of at least 1 for every k-th block")
+    return value
+
+
+def _class_names(field: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    listed = [value] if isinstance(value, str | type) or not isinstance(value, Iterable) else list(value)
+    names: dict[str, None] = {}
+    for item in listed:
+        if not isinstance(item, str | type) or not item:
+            raise _wrong(field, value, 'a module class, its name such as "LlamaDecoderLayer", or several')
+        names[f"{item.__module__}.{item.__qualname__}" if isinstance(item, type) else item] = None
+    return tuple(names)
 
 
 def _norm(field: str, value: object) -> float | None:

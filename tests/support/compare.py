@@ -30,6 +30,8 @@ MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Prepared = tuple[nn.Module, Optimizer]
 
+# Settings that change how much memory is needed at least.
+_ASKED_WITH = ("checkpoint_activations", "checkpoint_modules", "offload_activations")
 # An engine is closed on a thread of its own; on a busy machine that takes a while.
 _CLOSE_SECONDS = 10.0
 
@@ -118,7 +120,7 @@ def compare(
     **config: Any,
 ) -> zi.Stats:
     """Run the script plain and prepared; `Divergence` unless they agree in every bit. Returns the engine's numbers."""
-    memory = budget_bytes(make, optimizer, setting)
+    memory = budget_bytes(make, optimizer, setting, **{k: v for k, v in config.items() if k in _ASKED_WITH})
     plain = run_plain(make, script, optimizer, seed=seed)
     settings = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **config)
     prepared = run_prepared(make, script, optimizer, settings, seed=seed)
@@ -248,7 +250,7 @@ class _Captured(Exception):
         self.asked = asked
 
 
-def asked_of_place(make: MakeModel, optimizer: MakeOptimizer) -> Asked:
+def asked_of_place(make: MakeModel, optimizer: MakeOptimizer, **config: Any) -> Asked:
     """What `prepare` asks `place` to find room for."""
 
     def capture(sizes: Sequence[placement.UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any) -> None:
@@ -256,7 +258,7 @@ def asked_of_place(make: MakeModel, optimizer: MakeOptimizer) -> Asked:
 
     with mock.patch.object(engine_module, "place", capture):
         try:
-            zi.prepare(*_made(make, optimizer), zi.Config(memory="1GiB"))
+            zi.prepare(*_made(make, optimizer), zi.Config(memory="1GiB", **config))
         except _Captured as captured:
             return captured.asked
     raise AssertionError("prepare did not ask for a placement")
@@ -267,9 +269,9 @@ def minimal_memory(make: MakeModel, optimizer: MakeOptimizer, *, nvme: bool = Tr
     return least_budget(asked_of_place(make, optimizer), nvme=nvme)
 
 
-def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting) -> int:
+def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting, **config: Any) -> int:
     """The memory of a setting, for this model."""
-    asked = asked_of_place(make, optimizer)
+    asked = asked_of_place(make, optimizer, **config)
     states = sum(map(_state_bytes, asked[0]))
     minimal = least_budget(asked, nvme=setting.nvme)
     # Blocks are whole pages, so that the states of a tiny model take more than their bytes.

@@ -47,6 +47,9 @@ def test_defaults() -> None:
         "gradient_accumulation_steps": 1,
         "max_grad_norm": None,
         "update": "auto",
+        "checkpoint_activations": False,
+        "checkpoint_modules": [],
+        "partition": "spread",
         "verify": False,
         "trace": None,
     }

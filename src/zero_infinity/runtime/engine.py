@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
-from zero_infinity.runtime import hooks, parked
+from zero_infinity.runtime import hooks, parked, recompute
 from zero_infinity.runtime.accelerator import CpuPlace, Place
 from zero_infinity.runtime.alternatives import Watch
 from zero_infinity.runtime.exchange import ParameterExchange
@@ -138,6 +138,7 @@ class TrainingEngine:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
         config = self.config
         refuse_shared_memory(model)
+        self._recomputed = recompute.find_blocks(model, config)
         owners, replaced = self._make_units(model)
         self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
         self._managed = {p.parameter: p for unit in self.units for p in unit.parameters}
@@ -149,7 +150,7 @@ class TrainingEngine:
         self._sizes = [
             _size(unit, self.records.get(unit), whole_gradients=self._whole_gradients) for unit in self.units
         ]
-        together = _needed_together(owners)
+        together = _needed_together(owners, self._recomputed)
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
@@ -380,6 +381,7 @@ class TrainingEngine:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
         hooks.attach(model, self.host.exposure, owners, self._recording)
+        recompute.attach(self._recomputed)
         self._watch_alternatives(model, owners)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
         computed = {u.compute_dtype for u in self.units}
@@ -699,15 +701,22 @@ def _size(unit: Unit, record: Record | None, *, whole_gradients: bool) -> UnitSi
     return UnitSize(unit.name, round_up(unit.stored_bytes), mine * len(record.slots), kept, arriving, home)
 
 
-def _needed_together(owners: Owners) -> list[list[Unit]]:
+def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[list[Unit]]:
     """For each module the units that are read at once."""
+    # The first operation of a block that backward comes to starts its second computation, with its own unit in hand.
+    first: dict[nn.Module, Unit] = {}
+    for block in recomputed:
+        units = [p.unit for module in block.modules() for p in owners.get(module, [])]
+        if units:
+            first.update(dict.fromkeys(block.modules(), max(units, key=lambda unit: unit.stored_bytes)))
     together = []
     for module, parameters in owners.items():
         members = list(parameters)
         if isinstance(module, nn.MultiheadAttention):
             # Its one operation takes the output projection's parameters, too.
             members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
-        together.append(list(dict.fromkeys(p.unit for p in members)))
+        units = [p.unit for p in members] + ([first[module]] if module in first else [])
+        together.append(list(dict.fromkeys(units)))
     return together
 
 

@@ -325,22 +325,31 @@ class Exposure:
 class _ComposedHooks:
     """Our hooks over somebody else's."""
 
-    __slots__ = ("_outer_pack", "_outer_unpack", "exposure")
+    __slots__ = ("_outer_unpack", "exposure", "outer_pack")
 
     def __init__(self, exposure: Exposure, pack: Callable[..., Any], unpack: Callable[..., torch.Tensor]) -> None:
         self.exposure = exposure
-        self._outer_pack = pack
+        self.outer_pack = pack
         self._outer_unpack = unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
         handle = self.exposure.handle_for(tensor)
-        return handle if handle is not None else _Delegated(self._outer_pack(tensor), self._outer_unpack)
+        return handle if handle is not None else _Delegated(self.outer_pack(tensor), self._outer_unpack)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             return self.exposure.restore(packed)
         restored: torch.Tensor = packed.unpack(packed.packed)
         return restored
+
+
+def outer_pack() -> Callable[..., Any] | None:
+    """Who packs the tensors that autograd saves now, beside ourselves."""
+    top = _autograd._top_saved_tensors_default_hooks(True)
+    pack: Callable[..., Any] | None = top[0] if top is not None else None
+    while isinstance(owner := getattr(pack, "__self__", None), _ComposedHooks):
+        pack = owner.outer_pack
+    return pack
 
 
 def _ignore(*_: Any) -> None:
