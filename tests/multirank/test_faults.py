@@ -67,7 +67,6 @@ def test_an_engine_is_closed_in_the_middle_and_its_rank_lives_on() -> None:
     assert (second.result, second.error) == ("lived on", None)
     assert str(first.error).startswith("LostRankError: rank 1 did not answer while rank 0 was waiting for 'layers.")
     assert f"known: rank {CULPRIT} ended after {FATAL_STEP} steps" in str(first.error)
-    assert first.seconds < second.seconds - num_seconds / 3
 
 
 @pytest.mark.parametrize("fault", ["depth", "width"])
