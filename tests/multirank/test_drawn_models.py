@@ -22,7 +22,7 @@ LAYERS = st.builds(
     partition=st.sampled_from(["spread", "owner"]),
     update=st.sampled_from(["auto", "after_backward"]),
 )
-@settings(max_examples=12)
+@settings(max_examples=4)
 def test_any_small_model(
     layers: list[Layer], num_ranks: int, stages: list[int], memory: str | None, partition: str, update: str
 ) -> None:
