@@ -44,8 +44,10 @@ def test_what_is_sent_in_a_step(num_ranks: int, tmp_path: Path) -> None:
             assert 2 * most * part - room * (num_ranks - 1) / num_ranks <= gathered <= 2 * most * part
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize(("settings", "sizes"), [({}, (4, 4, 8)), ({"param_dtype": "bfloat16"}, (2, 4, 12))])
+@pytest.mark.parametrize(
+    ("num_ranks", "settings", "sizes"),
+    [(2, {}, (4, 4, 8)), (4, {}, (4, 4, 8)), (3, {"param_dtype": "bfloat16"}, (2, 4, 12))],
+)
 def test_what_a_rank_holds(num_ranks: int, settings: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     """Stage 1 divides optimizer states, stage 2 gradients too, stage 3 parameters too; gradients are kept in float32."""
     parameter, gradient, optimizer = sizes

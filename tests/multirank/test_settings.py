@@ -73,20 +73,26 @@ def test_frozen_and_unused_parameters(script: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["reentrant", "recomputed"])
 def test_checkpointing(model: str, tmp_path: Path) -> None:
-    check([Job(steps, model, settings=s) for s in every_stage(tmp_path)], 2)
+    check([Job(steps, model, settings=s) for s in every_stage(tmp_path)[::-2]], 2)
 
 
 def test_schedulers(tmp_path: Path) -> None:
-    check([Job(schedule, settings=s) for s in every_stage(tmp_path)], 2)
+    check([Job(schedule, settings=s) for s in every_stage(tmp_path)[1::2]], 2)
 
 
 @pytest.mark.parametrize("model", ["mlp", "t5"])
 def test_a_layer_with_one_owner(model: str, tmp_path: Path) -> None:
-    check([Job(steps, model, settings=s) for s in every_stage(tmp_path, partition="owner")[1:]], 3)
+    check(
+        [
+            Job(steps, model, settings=s)
+            for s in every_stage(tmp_path, partition="owner")[1 : 4 if model == "mlp" else 2]
+        ],
+        3,
+    )
 
 
 def test_update_after_backward_and_verified(tmp_path: Path) -> None:
-    check([Job(steps, settings=s) for s in every_stage(tmp_path, update="after_backward", verify=True)], 2)
+    check([Job(steps, settings=s) for s in every_stage(tmp_path, update="after_backward", verify=True)[1::2]], 2)
 
 
 @pytest.mark.parametrize("computed", ["bfloat16", "float32"])

@@ -24,8 +24,7 @@ from support.multirank import (
 from support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("model", ["odds", "t5"])
+@pytest.mark.parametrize(("model", "stage"), [("odds", 1), ("odds", 3), ("t5", 3)])
 def test_state_dicts_of_two_ranks_in_one_and_in_three(model: str, stage: int, tmp_path: Path) -> None:
     first = Job(steps, model, settings={"stage": stage, "memory": "4MiB"})
     (saved, other), *_ = run_jobs([first], 2)

@@ -233,7 +233,7 @@ def _count(rank: int, depth: int, settings: dict[str, Any]) -> dict[str, Any]:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
     seen = []
-    for number in range(5):
+    for number in range(4):
         # The first layer's weight is read in backward, too.
         model(batch(number, rank, width).requires_grad_()).square().mean().backward()
         optimizer.step()
