@@ -135,7 +135,7 @@ class Unit:
     num_exposed: int = 0
     # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
     handles: list[weakref.ref[object]] = field(default_factory=list)
-    forget_handles_at: int = 64
+    forget_handles_at: int = 8
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
@@ -147,7 +147,7 @@ class Unit:
     def saved(self, handle: object) -> None:
         """Autograd has saved a tensor over it, and holds `handle` in its place."""
         if len(self.handles) >= self.forget_handles_at and self.is_saved:
-            self.forget_handles_at = 2 * len(self.handles) + 64
+            self.forget_handles_at = 2 * len(self.handles) + 8
         self.handles.append(weakref.ref(handle))
 
     @property
