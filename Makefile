@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench clean
@@ -17,7 +17,7 @@ help: ## show this
 train: $(STAMP) ## train a model whose states are six times its memory budget (a minute or two)
 	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
 
-test: $(STAMP) ## run every test (WORKERS=2 processes)
+test: $(STAMP) ## run every test (WORKERS=3 processes)
 	$(BIN)/pytest -n $(WORKERS) tests
 
 lint: $(STAMP) ## ruff, mypy, and the layers of the imports

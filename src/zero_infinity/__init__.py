@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.errors import LostRankError as LostRankError
     from zero_infinity.errors import RankError as RankError
     from zero_infinity.errors import StorageError as StorageError
+    from zero_infinity.errors import StuckThreadError as StuckThreadError
     from zero_infinity.errors import SwapSpaceError as SwapSpaceError
     from zero_infinity.errors import TornStepError as TornStepError
     from zero_infinity.errors import TransferError as TransferError
@@ -41,7 +42,7 @@ _EXPORTS = {
     "api": "clip_grad_norm_ gathered init prepare stats synchronize",
     "config": "Config ConfigWarning",
     "errors": "CapacityError ConfigError CorruptionError DivergenceError EngineClosedError LostRankError RankError "
-    "StorageError SwapSpaceError TornStepError TransferError UsageError ZeroInfinityError",
+    "StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError ZeroInfinityError",
     "runtime.accelerator": "EmulatedAccelerator",
     "runtime.stats": "Stats",
 }

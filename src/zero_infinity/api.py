@@ -51,7 +51,6 @@ def prepare(
             "  fix:   call zi.prepare once for each model, with a plain optimizer; one zi.init for each model"
         )
     config = config or Config()
-    _refuse_what_is_missing(config)
     place = accelerator or _find_accelerator()
     engine = TrainingEngine(model, optimizer, config, place, find_group(group))
     if place is not None:
@@ -123,14 +122,24 @@ def synchronize(model: nn.Module) -> None:
     """Wait until every update that was submitted is done and no byte is on its way; raise what went wrong.
 
     Nothing needs it to be right: whoever reads a parameter waits for its update. It is for measuring, and for the end
-    of a run.
+    of a run. When the config has a `trace`, its file is written, too.
     """
-    engine_of(model).settle()
+    engine = engine_of(model)
+    engine.settle()
+    engine.write_trace()
 
 
 def stats(model: nn.Module) -> Stats:
     """What the engine of a prepared model holds and has done so far."""
     return engine_of(model).stats()
+
+
+def close(model: nn.Module) -> None:
+    """Give a prepared model's memory, files and connections back now, and not when it is collected. Its values go.
+
+    On several ranks: on all of them, after `synchronize`.
+    """
+    engine_of(model).host.close()
 
 
 def engine_of(model: nn.Module) -> TrainingEngine:
@@ -139,12 +148,6 @@ def engine_of(model: nn.Module) -> TrainingEngine:
         if isinstance(host.training, TrainingEngine):
             return host.training
     raise UsageError("this model is not prepared\n  fix:   zi.prepare(model, optimizer, config)")
-
-
-def _refuse_what_is_missing(config: Config) -> None:
-    """Say so rather than do something else than was asked for."""
-    if config.trace is not None:
-        raise UsageError("trace is not there yet\n  fix:   leave it out; zi.stats(model) has the counters")
 
 
 def _hosts(model: nn.Module) -> list[ParameterHost]:

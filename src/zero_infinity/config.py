@@ -61,7 +61,7 @@ class Config:
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
         it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.
-    trace: file to write a timeline of fetches, computation and write-backs to.
+    trace: file to write a timeline of fetches, computation and write-backs to (one for each rank).
     """
 
     memory: int | None

@@ -10,7 +10,8 @@
     ├── EngineClosedError      the I/O engine was closed, or failed earlier
     ├── RankError              ranks cannot go on together (also a RuntimeError)
     │   ├── DivergenceError    ranks want different things: who wants what
-    │   └── LostRankError      a rank is gone, or did not answer in time
+    │   ├── LostRankError      a rank is gone, or did not answer in time
+    │   └── StuckThreadError   an exchange with other ranks does not end
     ├── UsageError             a call that the engine cannot honour, with what to do instead (also a RuntimeError)
     └── TornStepError          a step was interrupted half-way; some parameters are updated and some are not
 
@@ -61,6 +62,8 @@ class EngineClosedError(ZeroInfinityError, RuntimeError):
 class RankError(ZeroInfinityError, RuntimeError):
     """Ranks cannot go on together."""
 
+    failed_rank: int | None = None  # the one that failed and said why, where it is another one
+
 
 class DivergenceError(RankError):
     """Ranks want different things."""
@@ -70,6 +73,10 @@ class DivergenceError(RankError):
 
 class LostRankError(RankError):
     """A rank is gone, or did not answer in time."""
+
+
+class StuckThreadError(RankError):
+    """An exchange with other ranks does not end: the memory that it may write to cannot be given back."""
 
 
 class UsageError(ZeroInfinityError, RuntimeError):

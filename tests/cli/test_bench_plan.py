@@ -21,6 +21,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(bench_plan, "CONFIGURATIONS", configurations)
     monkeypatch.setattr(bench_plan, "_DRIVE_BYTES", 32 << 20)
+    monkeypatch.setattr(bench_plan, "_STEPS_A_ROUND", 1)
 
 
 def test_bytes_are_exact_and_held_is_close(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

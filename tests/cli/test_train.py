@@ -367,3 +367,25 @@ def test_a_terminal_gets_a_bar_and_a_table() -> None:
 def test_elsewhere_plain_or_json() -> None:
     assert isinstance(choose(as_json=False, every=1, make_console=lambda: Console(file=io.StringIO())), PlainProgress)
     assert isinstance(choose(as_json=True, every=1), JsonProgress)
+
+
+def test_a_trace_and_its_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train_json(capsys, *TINY, *TIGHT, "--steps", "4")
+    assert main(["train", *TINY, *TIGHT, "--steps", "4", "--json", "--trace", "run.json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"written: {here / 'run.json'}\n"
+    *steps, summary = map(json.loads, captured.out.splitlines())
+    assert losses(steps) == losses(plain)
+    assert main(["report", "run.json", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["title"].startswith("ByteGPT: ")
+    nvme = next(row for row in data["traffic"] if row["link"] == "NVMe")
+    assert nvme["bytes"] >= summary["read_bytes"] + summary["write_bytes"] > 0
+    assert {"phase", "compute", "wait", "fetch", "write-back", "update"} <= data["totals"].keys()
+    assert main(["report", "run.json"]) == 0
+    assert sorted(path.name for path in here.iterdir()) == ["run.html", "run.json"]
+
+
+def test_a_trace_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY, "--trace", "no/run.json"]) == 2
+    assert "trace" in capsys.readouterr().err

@@ -168,27 +168,28 @@ def is_parked(parameter: torch.Tensor) -> bool:
 
 def assert_identical(plain: Outcome, prepared: Outcome) -> None:
     """`Divergence` at the first difference."""
-    _same("number of logged values", len(plain.logged), len(prepared.logged))
+    assert_same("number of logged values", len(plain.logged), len(prepared.logged))
     for number, (expected, found) in enumerate(zip(plain.logged, prepared.logged, strict=True)):
-        _same(f"logged value {number}", expected, found)
-    _same("weights", plain.weights, prepared.weights)
-    _same("buffers", plain.buffers, prepared.buffers)
-    _same("optimizer.state_dict()", plain.optimizer, prepared.optimizer)
+        assert_same(f"logged value {number}", expected, found)
+    assert_same("weights", plain.weights, prepared.weights)
+    assert_same("buffers", plain.buffers, prepared.buffers)
+    assert_same("optimizer.state_dict()", plain.optimizer, prepared.optimizer)
 
 
-def _same(what: str, expected: Any, found: Any) -> None:
+def assert_same(what: str, expected: Any, found: Any) -> None:
+    """`Divergence` at the first difference between nested values."""
     if isinstance(expected, torch.Tensor):
         _same_tensor(what, expected, found)
     elif isinstance(expected, Mapping):
         if not isinstance(found, Mapping) or expected.keys() != found.keys():
             raise Divergence(f"{what}: keys {list(expected)} became {list(found)}")
         for key in expected:
-            _same(f"{what}[{key!r}]", expected[key], found[key])
+            assert_same(f"{what}[{key!r}]", expected[key], found[key])
     elif isinstance(expected, list | tuple):
         if type(expected) is not type(found) or len(expected) != len(found):
             raise Divergence(f"{what}: {expected} became {found}")
         for number, pair in enumerate(zip(expected, found, strict=True)):
-            _same(f"{what}[{number}]", *pair)
+            assert_same(f"{what}[{number}]", *pair)
     elif expected != found and not (expected != expected and found != found):
         raise Divergence(f"{what}: {expected!r} became {found!r}")
 
@@ -265,14 +266,14 @@ def asked_of_place(make: MakeModel, optimizer: MakeOptimizer, **config: Any) -> 
 
 def minimal_memory(make: MakeModel, optimizer: MakeOptimizer, *, nvme: bool = True) -> int:
     """The smallest `memory` that prepare accepts."""
-    return _minimal(asked_of_place(make, optimizer), nvme=nvme)
+    return least_budget(asked_of_place(make, optimizer), nvme=nvme)
 
 
 def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting, **config: Any) -> int:
     """The memory of a setting, for this model."""
     asked = asked_of_place(make, optimizer, **config)
     states = sum(map(_state_bytes, asked[0]))
-    minimal = _minimal(asked, nvme=setting.nvme)
+    minimal = least_budget(asked, nvme=setting.nvme)
     # Blocks are whole pages, so that the states of a tiny model take more than their bytes.
     wanted = {Budget.FITS: 4 * states, Budget.HALF: states // 2, Budget.MINIMAL: 0}[setting.budget]
     return max(wanted, minimal)
@@ -282,7 +283,7 @@ def _state_bytes(size: placement.UnitSize) -> int:
     return size.parameters + size.record + size.gradients
 
 
-def _minimal(asked: Asked, *, nvme: bool) -> int:
+def least_budget(asked: Asked, *, nvme: bool) -> int:
     def accepted(memory: int) -> bool:
         try:
             placement.place(asked[0], memory, asked[1], nvme=nvme)

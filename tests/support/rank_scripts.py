@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch import nn
 
 import zero_infinity as zi
+from zero_infinity.api import engine_of
 from zero_infinity.runtime import placement
 
 
@@ -69,6 +71,26 @@ def train(
     stats = zi.stats(model)
     result["peak"], result["budget"] = stats.memory_peak, stats.memory_budget
     return result
+
+
+def record(rank: int, num_ranks: int, settings: dict[str, Any]) -> tuple[zi.Stats, str, dict[str, Any]]:
+    """Train; the counters, and the trace (if there is one) as of the same moment."""
+    small_blocks()
+    model = mlp()
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
+    for step in range(4):
+        loss_of(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # What is gathered ahead, and parameters on their way to other ranks, come in their own time.
+    before = None
+    while (stats := zi.stats(model)).sent_bytes != before:
+        before = stats.sent_bytes
+        time.sleep(0.5)
+        zi.synchronize(model)
+    trace = settings.get("trace")
+    written = trace.with_stem(f"{trace.stem}.rank{rank}").read_text() if trace is not None else ""
+    return zi.stats(model), written, states(model, optimizer)
 
 
 def build(rank: int, num_ranks: int, settings: dict[str, Any], depth: int = 4) -> dict[str, Any]:
@@ -198,3 +220,27 @@ def leave_out_a_layer(rank: int, stage: int, left_out: int) -> None:
     for step in range(3):
         model(batch(step, rank, width=24)).square().mean().backward()
         optimizer.step()
+
+
+def count(rank: int, num_ranks: int, depth: int, every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train an MLP by each of these settings; what was sent in one step, once the order is known, and what is held."""
+    small_blocks()
+    return [_count(rank, depth, settings) for settings in every]
+
+
+def _count(rank: int, depth: int, settings: dict[str, Any]) -> dict[str, Any]:
+    width = 96
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
+    seen = []
+    for number in range(4):
+        # The first layer's weight is read in backward, too.
+        model(batch(number, rank, width).requires_grad_()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zi.synchronize(model)
+        torch.distributed.barrier()
+        seen.append(zi.stats(model))
+    buckets = engine_of(model).gradients._reducer._buckets.values()  # type: ignore[attr-defined]
+    sent = {kind: total - seen[-2].sent_bytes[kind] for kind, total in seen[-1].sent_bytes.items()}
+    return {"sent": sent, "stats": seen[-1], "buckets": sum(t.nbytes for pair in buckets for t in pair)}

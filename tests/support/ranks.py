@@ -5,9 +5,11 @@ They are forked from a server that has torch and transformers loaded, which take
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -20,7 +22,14 @@ from typing import Any
 
 import torch
 
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zero_infinity.api", "support.rank_scripts"]
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "zero_infinity.api",
+    "support.multirank",
+    "support.rank_faults",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,9 @@ def _rank(
     except BaseException as failure:  # noqa: BLE001 - the test looks at it
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
+        sys.last_value = failure
+    # As at the end of an interpreter, which a forked process does not get to.
+    atexit._run_exitfuncs()
     # Not pipe.send: torch would send handles of shared memory, which end with this process.
     pipe.send_bytes(pickle.dumps((result, error)))
     pipe.close()

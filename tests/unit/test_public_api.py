@@ -29,6 +29,7 @@ def test_all_is_what_we_promise() -> None:
         "RankError",
         "Stats",
         "StorageError",
+        "StuckThreadError",
         "SwapSpaceError",
         "TornStepError",
         "TransferError",

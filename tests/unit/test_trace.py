@@ -56,11 +56,46 @@ def test_many_threads_lose_nothing() -> None:
     assert len(list(trace.spans)) == 8000
 
 
-def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MAX_EVENTS", 1)
+def test_the_oldest_go_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MAX_EVENTS", 2)
     trace = small()
-    assert len(list(trace.spans)) == 1
+    assert [span.name for span in trace.spans] == ["layer.1"]
+    assert len(list(trace.samples)) == 1
     assert trace.num_dropped == 1
+    few = Trace(max_events=1)
+    few.held("RAM", 0.0, 1)
+    few.held("RAM", 1.0, 2)
+    assert [(sample.num_bytes, few.num_dropped) for sample in few.samples] == [(2, 1)]
+
+
+def test_what_is_under_way_at_once_gets_rows_of_one_name(tmp_path: Path) -> None:
+    trace = Trace()
+    for start, seconds in ((0.0, 2.0), (1.0, 2.0), (2.0, 1.0), (2.5, 1.0)):
+        trace.span("layer", Category.FETCH, "NVMe", start, seconds, 1)
+    trace.span("layer", Category.COMPUTE, "compute", 0.0, 1.0)
+    trace.write(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    rows = [event["tid"] for event in events if event["ph"] == "X"]
+    assert rows == [1, 3, 1, 4, 2]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {1: "NVMe", 2: "compute", 3: "NVMe", 4: "NVMe"}
+    assert list(traces.read(tmp_path / "t.json").spans) == list(trace.spans)
+
+
+def test_the_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small().write(tmp_path / "t.json")
+    before = (tmp_path / "t.json").read_text()
+    broken = small()
+    broken.span("x", Category.COMPUTE, "compute", 0.0, 1.0, object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        broken.write(tmp_path / "t.json")
+    assert (tmp_path / "t.json").read_text() == before
+    (tmp_path / "link.json").symlink_to("t.json")
+    Trace("another").write(tmp_path / "link.json")
+    assert traces.read(tmp_path / "t.json").title == "another"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "t.json"]
+    small().write("/dev/null")
+    assert not Path("/dev/null").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """How SIGINT and SIGTERM end a long command: in the middle of nothing that matters.
 
 Outside of `deferred` a signal raises at once, so that `finally` blocks clean up. Inside, the first one is only noted,
-for the loop to see when its step is done; a second one raises.
+for the loop to see when its step is done; a second one raises. Of several ranks all stop after the same step.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -21,6 +21,7 @@ class Interruption:
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         self._deferring = False
+        self._agreed = False
 
     @property
     def requested(self) -> bool:
@@ -29,6 +30,26 @@ class Interruption:
     @property
     def name(self) -> str:
         return self._signal.name if self._signal is not None else "no signal"
+
+    @property
+    def number(self) -> int:
+        """Of the signal that came; 0: none."""
+        return 0 if self._signal is None else int(self._signal)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks stop for it."""
+        return self._agreed
+
+    def agree(self, numbers: Iterable[int]) -> None:
+        """These came on the ranks, this one among them, by the end of a step: all stop for the same one, or for none.
+
+        One that came here since then waits for the next step, when the others know of it too.
+        """
+        came = max(numbers)
+        if came:
+            self._signal = signal.Signals(came)
+            self._agreed = True
 
     @property
     def exit_code(self) -> int:

@@ -3,8 +3,6 @@
 Each subcommand is a module of this package with `add_parser(subparsers)`, which adds its parser and sets the
 default `run`, a function from the parsed arguments to an exit code. Only the module of the command that was asked
 for is imported: `zero-infinity --help` answers from the table below, without torch.
-
-Exit codes: 0 done, 1 it failed, 2 a mistake in the command or the settings, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,11 +11,14 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 
 from zero_infinity import __version__
-from zero_infinity.errors import ConfigError, TornStepError, UsageError, ZeroInfinityError
+from zero_infinity.cli.exits import EXIT_BROKEN_PIPE, EXIT_MISTAKE, describe, exit_code
+from zero_infinity.cli.ranks import speaks
+from zero_infinity.errors import ConfigError, ZeroInfinityError
 
 # Command (which is also its module) -> the line that --help shows.
 COMMANDS = {
@@ -29,11 +30,6 @@ COMMANDS = {
     "simulate": "a training step on other hardware, on a virtual clock",
     "train": "train a model whose states are larger than memory",
 }
-
-EXIT_FAILED = 1
-EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
-EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 EPILOG = """\
 examples:
@@ -49,12 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()  # here, so that a reader who left is noticed while it can be handled
-    except ZeroInfinityError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_MISTAKE if _is_mistake(error) else EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except (ZeroInfinityError, KeyboardInterrupt) as error:
+        if speaks():  # of several ranks on a machine, which all make this mistake
+            print(describe(error), file=sys.stderr)
+        return exit_code(error)
     except BrokenPipeError:
         # Python flushes stdout once more on exit; without this it would complain about the same pipe there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,7 +63,8 @@ def _run(argv: list[str]) -> int:
         raise _unknown_command(command)
     parser = _build_parser(command)
     try:
-        arguments = parser.parse_args(argv)
+        with _once():
+            arguments = parser.parse_args(argv)
     except SystemExit as stop:  # how argparse ends after --help, --version and a wrong argument
         return stop.code if isinstance(stop.code, int) else EXIT_MISTAKE
     if command is None:
@@ -103,6 +98,11 @@ def _unknown_command(command: str) -> ConfigError:
     return ConfigError(f"unknown command {command!r}; {hint}")
 
 
-def _is_mistake(error: ZeroInfinityError) -> bool:
-    """Whether the user can mend it by writing something else; a torn step is no one's mistake."""
-    return isinstance(error, ConfigError | UsageError) and not isinstance(error, TornStepError)
+@contextmanager
+def _once() -> Iterator[None]:
+    """What is printed in here is the same for every rank on this machine: one of them prints it."""
+    if speaks():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield

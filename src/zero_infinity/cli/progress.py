@@ -21,7 +21,7 @@ from zero_infinity.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step as it is shown; rates are since the step before."""
+    """One step as it is shown; rates are since the step before, and of all ranks together."""
 
     step: int
     steps: int
@@ -34,6 +34,8 @@ class Step:
     write_bytes_per_second: float
     wait_fraction: float  # of the time: the training thread stood still for a block or the update
     seconds_left: float
+    ranks: int = 1
+    memory_held_most: int = 0  # by the rank that holds most; `memory_held` is of this one
 
     @property
     def transfer(self) -> str:
@@ -41,7 +43,8 @@ class Step:
 
     @property
     def memory(self) -> str:
-        return f"{format_bytes(self.memory_held)} of {format_bytes(self.memory_budget)}"
+        most = f", the most {format_bytes(self.memory_held_most)}," if self.ranks > 1 else ""
+        return f"{format_bytes(self.memory_held)}{most} of {format_bytes(self.memory_budget)}"
 
     @property
     def left(self) -> str:
@@ -80,6 +83,19 @@ class JsonProgress:
 
     def show(self, step: Step) -> None:
         print(json.dumps({"event": "step", **asdict(step)}), flush=True)
+
+
+class NoProgress:
+    """Of several ranks the first shows what all do; the others show nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def live(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def show(self, step: Step) -> None:
+        pass
 
 
 class PlainProgress:

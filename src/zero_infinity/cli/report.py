@@ -14,9 +14,11 @@ from zero_infinity.cli.report_data import page_data
 from zero_infinity.errors import ConfigError
 
 _EPILOG = """\
-example:
+examples:
   zero-infinity simulate --model gpt3-13b --hardware rtx4090 --batch 4 --trace step.json
   zero-infinity report step.json -o step.html
+  zero-infinity train --preset 125M --memory 256MiB --steps 5 --trace run.json
+  zero-infinity report run.json
 """
 
 
@@ -29,7 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="Chrome trace JSON, as simulate --trace writes it")
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="Chrome trace JSON, as train, simulate or zi.Config(trace=...) write it",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: the trace's name, .html)")
     parser.add_argument("--json", action="store_true", help="print the page's numbers as JSON instead")
     parser.set_defaults(run=run)

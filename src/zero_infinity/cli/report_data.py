@@ -6,16 +6,17 @@ merged, and of memory samples each pixel keeps the highest.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from zero_infinity.trace import Category, Sample, Span, Trace
+from zero_infinity.trace import COMPUTE, PHASES, WAIT, Category, Sample, Span, Trace
 
 _PIXELS = 4000  # in time: enough to zoom in a few times
 _MAX_WAITS = 20
 # Lanes in this order; others follow by their first span.
-_FIRST_LANES = ("compute", "wait")
+_FIRST_LANES = (PHASES, COMPUTE, WAIT)
 
 
 def page_data(trace: Trace) -> dict[str, Any]:
@@ -85,11 +86,13 @@ def _memory(samples: list[Sample], budgets: dict[str, int], start: float, resolu
 
 def _traffic(spans: list[Span], seconds: float) -> list[dict[str, Any]]:
     num_bytes: dict[str, int] = defaultdict(int)
-    busy: dict[str, float] = defaultdict(float)
-    for span in spans:
-        if span.num_bytes:
-            num_bytes[span.lane] += span.num_bytes
-            busy[span.lane] += span.seconds
+    busy: dict[str, float] = defaultdict(float)  # with one transfer or several
+    until: dict[str, float] = defaultdict(lambda: -math.inf)
+    for span in sorted((s for s in spans if s.num_bytes), key=lambda s: s.start):
+        end = span.start + span.seconds
+        num_bytes[span.lane] += span.num_bytes
+        busy[span.lane] += max(0.0, end - max(span.start, until[span.lane]))
+        until[span.lane] = max(until[span.lane], end)
     return [
         {"link": link, "bytes": num_bytes[link], "busy": min(1.0, busy[link] / seconds), "busy_seconds": busy[link]}
         for link in sorted(num_bytes, key=lambda name: -busy[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
@@ -18,8 +19,39 @@ RECENT_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What one rank did and holds. Per-step figures are of the training steps; totals include moving the model in."""
+
+    rank: int
+    state_bytes: int
+    memory_budget: int
+    memory_peak: int
+    process_peak: int  # resident set: the engine's memory, activations, Python and torch
+    wait_seconds: float
+    read_bytes_per_step: float
+    write_bytes_per_step: float
+    read_bytes: int
+    write_bytes: int
+    # At home on this rank, and set aside for exchanges and copies.
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    bucket_bytes: int
+    copy_bytes: int
+    # To other ranks, by kind of exchange.
+    sent_bytes_per_step: dict[str, float]
+    exchanges_per_step: dict[str, float]
+    sent_bytes: dict[str, int]
+    exchanges: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. Times and per-step figures are of the training steps; totals include moving the model in."""
+    """One run. Times and per-step figures are of the training steps; totals include moving the model in.
+
+    Of several ranks: states, budget and `memory_peak` are of the first, bytes of the drives of all together, the wait
+    is the mean, and `process_peak` the most. `by_rank` has each.
+    """
 
     steps: int
     parameters: int
@@ -38,6 +70,12 @@ class Summary:
     read_bytes: int
     write_bytes: int
     interrupted_by: str | None
+    stage: int = 3
+    by_rank: tuple[RankFigures, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return max(len(self.by_rank), 1)
 
     @property
     def state_ratio(self) -> float:
@@ -63,6 +101,7 @@ class Summary:
 
     def print_json(self) -> None:
         derived = {
+            "ranks": self.ranks,
             "state_ratio": self.state_ratio,
             "step_seconds": self.step_seconds,
             "wait_fraction": self.wait_fraction,
@@ -88,8 +127,8 @@ class Summary:
         rows = [
             ("parameters", f"{format_count(self.parameters)} ({self.parameters:,})"),
             ("loss", self._loss_row()),
-            ("states", f"{format_bytes(self.state_bytes)}: {self.state_ratio:.1f} x the memory budget"),
-            ("memory held", f"{format_bytes(self.memory_peak)} at most, of {format_bytes(self.memory_budget)}"),
+            ("states", f"{format_bytes(self.state_bytes)}{self._where}: {self.state_ratio:.1f} x the memory budget"),
+            ("memory held", f"{self._memory_row()}, of {format_bytes(self.memory_budget)}"),
             ("process", f"{format_bytes(self.process_peak)} resident at most (with torch, activations and the start)"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s, {format_seconds(self.step_seconds)} a step"),
             ("time", f"{format_seconds(self.seconds)} for {self.steps} steps"),
@@ -99,6 +138,36 @@ class Summary:
             rows += self._drive_rows()
         else:
             rows.append(("NVMe", "nothing moved"))
+        if self.ranks > 1:
+            rows += self._rank_rows()
+        return rows
+
+    @property
+    def _where(self) -> str:
+        return " on this rank" if self.ranks > 1 else ""
+
+    def _memory_row(self) -> str:
+        held = f"{format_bytes(self.memory_peak)} at most"
+        if self.ranks == 1:
+            return held
+        return f"{held} on this rank, {format_bytes(max(f.memory_peak for f in self.by_rank))} on the fullest"
+
+    def _rank_rows(self) -> list[tuple[str, str]]:
+        kinds = {
+            "parameters": [f.parameter_bytes for f in self.by_rank],
+            "gradients": [f.gradient_bytes for f in self.by_rank],
+            "optimizer": [f.optimizer_bytes for f in self.by_rank],
+            "buckets": [f.bucket_bytes for f in self.by_rank],
+            "copies": [f.copy_bytes for f in self.by_rank],
+        }
+        rows = [
+            ("ranks", f"{self.ranks}, stage {self.stage}"),
+            ("on each rank", ", ".join(f"{kind} {_range(sizes)}" for kind, sizes in kinds.items() if any(sizes))),
+        ]
+        for kind in dict.fromkeys(kind for figures in self.by_rank for kind in figures.sent_bytes_per_step):
+            sent = [int(figures.sent_bytes_per_step.get(kind, 0)) for figures in self.by_rank]
+            calls = max(figures.exchanges_per_step.get(kind, 0) for figures in self.by_rank)
+            rows.append((f"{kind} a step", f"{_range(sent)} sent by each rank, in {calls:.0f} exchanges"))
         return rows
 
     def _loss_row(self) -> str:
@@ -119,34 +188,73 @@ class Summary:
         ]
 
 
-def summarize(
-    before: Stats,
-    after: Stats,
-    *,
-    losses: tuple[float, ...],
-    tokens: int,
-    seconds: float,
-    process_peak: int,
-    interrupted_by: str | None,
-) -> Summary:
+def figures_of(rank: int, before: Stats, after: Stats, *, steps: int, process_peak: int) -> RankFigures:
     """From the engine's figures before the first step and after the last."""
-    steps = len(losses)
-    return Summary(
-        steps=steps,
-        parameters=after.num_parameters,
-        first_loss=losses[0] if losses else None,
-        last_loss=losses[-1] if losses else None,
-        recent_loss=fmean(losses[-RECENT_STEPS:]) if losses else None,
-        tokens_per_second=tokens / seconds if seconds else 0.0,
-        seconds=seconds,
+    num_steps = max(steps, 1)
+    return RankFigures(
+        rank=rank,
         state_bytes=after.state_bytes,
         memory_budget=after.memory_budget,
         memory_peak=after.memory_peak,
         process_peak=process_peak,
         wait_seconds=after.waited_seconds - before.waited_seconds,
-        read_bytes_per_step=(after.bytes_read - before.bytes_read) / max(steps, 1),
-        write_bytes_per_step=(after.bytes_written - before.bytes_written) / max(steps, 1),
+        read_bytes_per_step=(after.bytes_read - before.bytes_read) / num_steps,
+        write_bytes_per_step=(after.bytes_written - before.bytes_written) / num_steps,
         read_bytes=after.bytes_read,
         write_bytes=after.bytes_written,
-        interrupted_by=interrupted_by,
+        parameter_bytes=after.parameter_bytes,
+        gradient_bytes=after.gradient_bytes,
+        optimizer_bytes=after.optimizer_bytes,
+        bucket_bytes=after.bucket_bytes,
+        copy_bytes=after.copy_bytes,
+        sent_bytes_per_step=_per_step(before.sent_bytes, after.sent_bytes, num_steps),
+        exchanges_per_step=_per_step(before.num_exchanges, after.num_exchanges, num_steps),
+        sent_bytes=after.sent_bytes,
+        exchanges=after.num_exchanges,
     )
+
+
+def summarize(
+    by_rank: Sequence[RankFigures],
+    *,
+    parameters: int,
+    losses: tuple[float, ...],
+    tokens: int,
+    seconds: float,
+    stage: int,
+    interrupted_by: str | None,
+) -> Summary:
+    """From the figures of every rank."""
+    steps, mine = len(losses), by_rank[0]
+    return Summary(
+        steps=steps,
+        parameters=parameters,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        recent_loss=fmean(losses[-RECENT_STEPS:]) if losses else None,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        seconds=seconds,
+        state_bytes=mine.state_bytes,
+        memory_budget=mine.memory_budget,
+        memory_peak=mine.memory_peak,
+        process_peak=max(figures.process_peak for figures in by_rank),
+        wait_seconds=fmean(figures.wait_seconds for figures in by_rank),
+        read_bytes_per_step=sum(figures.read_bytes_per_step for figures in by_rank),
+        write_bytes_per_step=sum(figures.write_bytes_per_step for figures in by_rank),
+        read_bytes=sum(figures.read_bytes for figures in by_rank),
+        write_bytes=sum(figures.write_bytes for figures in by_rank),
+        interrupted_by=interrupted_by,
+        stage=stage,
+        by_rank=tuple(by_rank),
+    )
+
+
+def _per_step(before: dict[str, int], after: dict[str, int], steps: int) -> dict[str, float]:
+    """What was added, by kind; kinds to which nothing was are left out."""
+    added = {kind: number - before.get(kind, 0) for kind, number in after.items()}
+    return {kind: number / steps for kind, number in added.items() if number}
+
+
+def _range(sizes: Sequence[int]) -> str:
+    low, high = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return low if low == high else f"{low} to {high}"

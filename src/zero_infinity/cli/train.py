@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from zero_infinity.cli import interruption
-from zero_infinity.cli.progress import choose
+from zero_infinity.cli.progress import NoProgress, Progress, choose
+from zero_infinity.cli.ranks import Ranks, joined, speaks
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
 from zero_infinity.workload.presets import PRESETS, Shape, preset
@@ -41,14 +42,29 @@ OPTIMIZERS = {
     "radam": 1e-3,
     "adadelta": 1.0,
 }
+# Options and settings that may differ between ranks: of budgets the least counts.
+_OF_ONE_RANK = {
+    "data",
+    "memory",
+    "device_memory",
+    "nvme",
+    "config",
+    "hf",
+    "json",
+    "log_every",
+    "run",
+}
 SWAP_PREFIX = ".zero-infinity-swap-"
 
 EPILOG = """\
 examples:
   zero-infinity train --preset 125M --memory 256MiB --steps 20
   zero-infinity train --layers 4 --hidden 256 --heads 4 --seq 128 --data src docs/guide.md --nvme /mnt/nvme
+  zero-infinity train --preset 25M --memory 64MiB --steps 5 --trace run.json && zero-infinity report run.json
   zero-infinity train --hf config.json --memory 4GiB --nvme /mnt/a /mnt/b --optimizer sgd --json
+  torchrun --nproc-per-node 2 -m zero_infinity train --preset 5M --memory 9MiB --stage 3
 
+Of several ranks each has its own --batch, --memory and --nvme.
 Ctrl-C (or SIGTERM) finishes the step, prints the summary and removes the swap space; a second one stops at once.
 """
 
@@ -71,7 +87,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
                           "(default: the source of Python's standard library)")  # fmt: skip
-    training.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences at once (default 4)")
+    training.add_argument(
+        "--batch", type=_positive, default=4, metavar="N", help="sequences at once on a rank (default 4)"
+    )
     training.add_argument("--accumulate", type=_positive, metavar="N", help="batches a step (default 1)")
     training.add_argument("--steps", type=_positive, default=100, metavar="N", help="(default 100)")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default adamw)")
@@ -90,27 +108,53 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     places.add_argument("--verify", action="store_true", default=None, help="checksum what comes back from the drive")
     places.add_argument("--config", type=Path, metavar="FILE", help="zi.Config in .json or .toml; options come first")
 
+    ranks = parser.add_argument_group("several ranks (under torchrun)")
+    ranks.add_argument("--stage", type=int, choices=range(4), help="split over ranks: 0 nothing, 1 optimizer states, "
+                       "2 and gradients, 3 and parameters (default 3)")  # fmt: skip
+    ranks.add_argument("--timeout", type=_rate, default=1800, metavar="SECONDS", help="without an answer of another "
+                       "rank (default 1800)")  # fmt: skip
+
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="a JSON object a line: each step, then the summary")
     output.add_argument("--log-every", type=_positive, metavar="N", help="steps from line to line (default: 20 lines)")
+    output.add_argument("--trace", type=Path, metavar="FILE", help="write what was done when as Chrome trace JSON, for "
+                        "zero-infinity report")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    model = _model(args)
-    with interruption.watched() as watch:
-        with _swap_space(args) as config:
+    with interruption.watched() as watch, joined(args.timeout) as ranks:
+        with ExitStack() as stack:
+            with ranks.agreed("the settings"):
+                model = _model(args)
+                config = stack.enter_context(_swap_space(args))
+            ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.training import train
 
-            progress = choose(as_json=args.json, every=args.log_every or max(1, args.steps // 20))
-            summary = train(_job(args, model), config, watch, progress)
-        if args.json:
-            summary.print_json()
-        else:
-            summary.print(Console())
-        if watch.requested:
-            print(f"stopped by {watch.name} after step {summary.steps} of {args.steps}", file=sys.stderr)
+            summary = train(_job(args, model), config, watch, _progress(args, ranks), ranks)
+        if ranks.rank == 0:
+            if args.json:
+                summary.print_json()
+            else:
+                summary.print(Console())
+            if config.trace is not None:
+                print(f"written: {config.trace}", file=sys.stderr)
+            if watch.requested:
+                print(f"stopped by {watch.name} after step {summary.steps} of {args.steps}", file=sys.stderr)
         return watch.exit_code
+
+
+def _progress(args: argparse.Namespace, ranks: Ranks) -> Progress:
+    if ranks.rank:
+        return NoProgress()
+    return choose(as_json=args.json, every=args.log_every or max(1, args.steps // 20))
+
+
+def _alike(args: argparse.Namespace, config: Config) -> str:
+    """What has to be the same on every rank, in words; where things are may differ from machine to machine."""
+    options = {name: value for name, value in vars(args).items() if name not in _OF_ONE_RANK and value is not None}
+    settings = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
+    return ", ".join(f"{name}={value}" for name, value in sorted({**options, **settings}.items()))
 
 
 def _job(args: argparse.Namespace, model: Shape | Path) -> Job:
@@ -165,7 +209,9 @@ def _config(args: argparse.Namespace) -> Config:
         "param_dtype": args.param_dtype,
         "gradient_accumulation_steps": args.accumulate,
         "max_grad_norm": args.max_grad_norm,
+        "stage": args.stage,
         "verify": args.verify,
+        "trace": args.trace,
     }
     changes: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     if args.nvme is not None:
@@ -173,7 +219,7 @@ def _config(args: argparse.Namespace) -> Config:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = (Config.from_file(args.config) if args.config else Config()).replace(**changes)
-    for warning in caught:
+    for warning in caught if speaks() else []:
         print(f"warning: {warning.message}", file=sys.stderr)
     return config
 

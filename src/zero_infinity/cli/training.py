@@ -6,12 +6,13 @@ comes as a `Job`; who shows it is a `Progress`.
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from zero_infinity import api
 from zero_infinity.cli.interruption import Interruption
 from zero_infinity.cli.progress import Progress, Step
-from zero_infinity.cli.summary import Summary, summarize
+from zero_infinity.cli.ranks import Ranks
+from zero_infinity.cli.summary import RankFigures, Summary, figures_of, summarize
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime.stats import Stats
@@ -57,28 +59,31 @@ class _Workload:
     seq: int
 
 
-def train(job: Job, config: Config, interruption: Interruption, progress: Progress) -> Summary:
-    """Train; returns after the last step, or after the one in which a signal came."""
-    workload = _workload(job)
-    corpus = text.collect(job.data) if job.data else text.standard_library()
-    batches = text.ByteBatches(corpus, job.batch, workload.seq, job.seed)
+def train(job: Job, config: Config, interruption: Interruption, progress: Progress, ranks: Ranks) -> Summary:
+    """Train; returns after the last step, or after the one in which a signal came, the same step on every rank."""
+    with ranks.agreed("reading the data"):
+        workload = _workload(job)
+        corpus = text.collect(job.data) if job.data else text.standard_library()
+        batches = text.ByteBatches(
+            corpus, job.batch, workload.seq, job.seed, rank=ranks.rank, num_ranks=ranks.num_ranks
+        )
+    ranks.all_same("the data", f"{corpus.num_bytes:,} bytes of text", "the same files under --data on every machine")
     torch.manual_seed(job.seed)
     with build_context(config):
         model = workload.build()
     model, optimizer = api.prepare(model, make_optimizer(job.optimizer, model, job.lr), config)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (job.warmup + 1)))
+    if ranks.rank:
+        torch.manual_seed(job.seed + ranks.rank)  # dropout of its own; the weights were drawn alike
     before = api.stats(model)
-    progress.say(
-        f"{format_count(before.num_parameters)} parameters, {format_bytes(before.state_bytes)} of states, "
-        f"{format_bytes(before.memory_budget)} of memory; {format_bytes(corpus.num_bytes)} of text"
-    )
+    progress.say(_opening(before, corpus.num_bytes, ranks.num_ranks, config.stage))
     num_batches = config.gradient_accumulation_steps
-    tokens_per_step = num_batches * job.batch * workload.seq
+    tokens_per_step = ranks.num_ranks * num_batches * job.batch * workload.seq
     losses: list[float] = []
     started = time.perf_counter()
-    meter = _Meter(before, started, job.steps, tokens_per_step)
+    meter = _Meter(before, started, job.steps, tokens_per_step, ranks)
     with interruption.deferred(), progress.live():
-        while len(losses) < job.steps and not interruption.requested:
+        while len(losses) < job.steps and not interruption.is_agreed:
             loss = 0.0
             for _ in range(num_batches):
                 inputs, targets = next(batches)
@@ -88,19 +93,35 @@ def train(job: Job, config: Config, interruption: Interruption, progress: Progre
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            _check_loss(loss, len(losses) + 1, job.lr)
-            losses.append(loss)
-            progress.show(meter.measure(len(losses), loss, api.stats(model)))
+            step = meter.measure(len(losses) + 1, loss, api.stats(model), interruption)
+            _check_loss(step.loss, step.step, job.lr)
+            losses.append(step.loss)
+            progress.show(step)
         after = _settled(model)
+    seconds = time.perf_counter() - started
+    process_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    mine = figures_of(ranks.rank, before, after, steps=len(losses), process_peak=process_peak)
+    told = ranks.tell_text("figures", json.dumps(asdict(mine)))
+    if ranks.num_ranks > 1:
+        api.close(model)  # on all of them now: threads of one may wait for those of another
     return summarize(
-        before,
-        after,
+        [RankFigures(**json.loads(figures)) for figures in told],
+        parameters=after.num_parameters,
         losses=tuple(losses),
         tokens=len(losses) * tokens_per_step,
-        seconds=time.perf_counter() - started,
-        process_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        seconds=seconds,
+        stage=config.stage,
         interrupted_by=interruption.name if interruption.requested else None,
     )
+
+
+def _opening(stats: Stats, text_bytes: int, num_ranks: int, stage: int) -> str:
+    each = " on this rank" if num_ranks > 1 else ""
+    line = (
+        f"{format_count(stats.num_parameters)} parameters, {format_bytes(stats.state_bytes)} of states{each}, "
+        f"{format_bytes(stats.memory_budget)} of memory; {format_bytes(text_bytes)} of text"
+    )
+    return f"{line}; {num_ranks} ranks, stage {stage}" if num_ranks > 1 else line
 
 
 def build_context(config: Config) -> AbstractContextManager[object]:
@@ -118,32 +139,40 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
 
 
 class _Meter:
-    """Makes a `Step` out of the engine's figures and those of the step before."""
+    """Makes a `Step` out of the engines' figures and those of the step before."""
 
-    def __init__(self, stats: Stats, now: float, steps: int, tokens: int) -> None:
-        self._stats = stats
+    def __init__(self, stats: Stats, now: float, steps: int, tokens: int, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._totals = (stats.bytes_read, stats.bytes_written, stats.waited_seconds)  # of this rank
         self._now = now
         self._steps = steps
         self._tokens = tokens
         self._recent: list[float] = []
 
-    def measure(self, number: int, loss: float, stats: Stats) -> Step:
-        before, self._stats = self._stats, stats
+    def measure(self, number: int, loss: float, stats: Stats, interruption: Interruption) -> Step:
+        """What all ranks did in the step; and whether they go on is agreed."""
+        before, self._totals = self._totals, (stats.bytes_read, stats.bytes_written, stats.waited_seconds)
+        moved = [now - then for now, then in zip(self._totals, before, strict=True)]
+        told = self._ranks.tell([loss, interruption.number, stats.memory_held, *moved])
+        losses, signals, held, read, written, waited = zip(*told, strict=True)
+        interruption.agree(map(int, signals))
         then, self._now = self._now, time.perf_counter()
         seconds = self._now - then
         self._recent = [*self._recent[-9:], seconds]
         return Step(
             step=number,
             steps=self._steps,
-            loss=loss,
+            loss=math.fsum(losses) / len(losses),
             seconds=seconds,
             tokens_per_second=self._tokens / seconds,
             memory_held=stats.memory_held,
             memory_budget=stats.memory_budget,
-            read_bytes_per_second=(stats.bytes_read - before.bytes_read) / seconds,
-            write_bytes_per_second=(stats.bytes_written - before.bytes_written) / seconds,
-            wait_fraction=(stats.waited_seconds - before.waited_seconds) / seconds,
+            read_bytes_per_second=sum(read) / seconds,
+            write_bytes_per_second=sum(written) / seconds,
+            wait_fraction=sum(waited) / len(waited) / seconds,
             seconds_left=(self._steps - number) * sum(self._recent) / len(self._recent),
+            ranks=self._ranks.num_ranks,
+            memory_held_most=int(max(held)),
         )
 
 

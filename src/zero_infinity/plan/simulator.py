@@ -23,7 +23,7 @@ from zero_infinity.plan.program import Phase, Use, step
 from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, GRAIN, Setup
 from zero_infinity.plan.wires import Wires
 from zero_infinity.schedule.policy import NoRoomError, Policy
-from zero_infinity.trace import Category, Trace
+from zero_infinity.trace import WAIT, Category, Trace
 from zero_infinity.units import format_bytes
 
 # The first step records the order of uses. With it known the device fetches ahead, so what is asked of the host comes
@@ -182,7 +182,7 @@ class Simulator:
             return
         self._waits[name] += until - self._now
         if self._wires.compute.trace is not None:
-            self._wires.compute.trace.span(name, Category.WAIT, "wait", self._now, until - self._now)
+            self._wires.compute.trace.span(name, Category.WAIT, WAIT, self._now, until - self._now)
         self._now = until
 
     def _note_held(self) -> None:

@@ -7,7 +7,7 @@ from zero_infinity.plan.job import Partition
 from zero_infinity.plan.links import Link
 from zero_infinity.plan.model import HALF_BYTES
 from zero_infinity.plan.setup import Setup
-from zero_infinity.trace import Category
+from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category
 
 
 class Wires:
@@ -16,12 +16,12 @@ class Wires:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         hardware = setup.hardware
-        self.compute = Link("compute")
-        self.updater = Link("update")
+        self.compute = Link(COMPUTE)
+        self.updater = Link(UPDATE)
         self.storage = {tier: Link(tier.name, tier.latency) for tier in hardware.storage}
         self._upload = Link(f"{hardware.host.name} to device", hardware.host.latency)
         self._download = Link(f"device to {hardware.host.name}", hardware.host.latency)
-        self._gather = Link("device to device", hardware.link_latency)
+        self._gather = Link(RANKS, hardware.link_latency)
         between = (self._upload, self._download, self._gather)
         self.links = (self.compute, *self.storage.values(), *between, self.updater)
 

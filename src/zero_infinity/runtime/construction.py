@@ -40,6 +40,7 @@ class Construction:
         self._host = ParameterHost(config, ranks, budget_of(config, ranks))
         self._cache: ComputeCache | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._budget = self._host.store.pool.budget  # for blocks
         self._resident_bytes = 0
         self._untrimmed_bytes = 0
 
@@ -61,8 +62,11 @@ class Construction:
 
     def _make_cache(self, ranks: RankGroup) -> ComputeCache:
         """Whole units, for constructors that look at a layer after it was cut into parts."""
-        budget = int(self._host.store.pool.budget * _GATHER_SHARE)
+        # The same on every rank: what is gathered again depends on it.
+        budget = int(ranks.smallest("the memory of zi.init", self._host.store.pool.budget) * _GATHER_SHARE)
         self._host.store.pool.charge(budget)
+        self._budget -= budget
+        self._host.residency.limit(self._budget, 0)
         cache = ComputeCache(self._host.residency, CpuPlace(budget), budget, 0, ranks.wire("construction"))
         self._host.source = cache
         self._host.closers.append(cache.copier.close)
@@ -134,7 +138,7 @@ class Construction:
             sharding=self._host.sharding,
         )
         self._host.num_units += 1
-        nvme, budget = bool(self._host.config.nvme), self._host.store.pool.budget
+        nvme, budget = bool(self._host.config.nvme), self._budget
         size = round_up(unit.stored_bytes)
         home = home_while_building(unit.stored_bytes, self._resident_bytes, budget, nvme=nvme)
         if size + (self._resident_bytes if home is Home.RAM else 0) > budget:

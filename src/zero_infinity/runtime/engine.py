@@ -8,9 +8,11 @@ is collected, or the process ends, threads, memory and swap files go.
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +32,9 @@ from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, shardi
 from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
-from zero_infinity.runtime.precision import precision_of
+from zero_infinity.runtime.precision import multiplies_fast, precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
+from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
@@ -44,6 +47,8 @@ from zero_infinity.shard.partition import Span
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
+from zero_infinity.trace import COPIES, DEVICE, HOST
+from zero_infinity.units import format_count
 
 Owners = dict[nn.Module, list[ManagedParameter]]
 
@@ -60,6 +65,16 @@ _MAX_BUCKET_BYTES = 4 << 20
 _START, _LAYERS = -10, -11
 # Copies are made ahead as far as this part of their room reaches.
 _LOOKAHEAD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Wires:
+    """To the other ranks, one for each thread."""
+
+    steps: Wire  # of the thread that computes
+    gradients: Wire
+    copies: Wire | None  # of parameters of which each rank stores a part
+    exchange: Wire | None  # of parameters of which each rank updates a part
 
 
 class TrainingEngine:
@@ -84,12 +99,23 @@ class TrainingEngine:
         self._model_parameters = list(model.parameters())
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
 
+        # Asked once: what is available changes.
+        hosts = {host_of(m) for p in self._model_parameters if (m := parked.managed(p)) is not None}
+        self._budget = min((host.store.pool.budget for host in hosts), default=0) or budget_of(config, self.ranks)
+        # What ranks decide by that have to decide alike: the smallest budget of all.
+        self._common_budget = self._budget
+        if self.ranks is not None:
+            self._common_budget = self.ranks.smallest("the memory of zi.prepare", self._budget)
+        self._is_fast = self._agree_on_speed()
+
         # First what can fail for a user's mistake, before anything moves.
         with self._agreed("zi.prepare (checks)"):
             owners, replaced, copies = self._plan(model, optimizer)
         try:
             with self._agreed("zi.prepare (swap space)"):
                 self._divide(self.placement, copies)
+            with self._agreed("zi.prepare (connecting)"):
+                self._wires = self._connect(copies)
             with self._agreed("zi.prepare (moving in)"):
                 self._build(model, copies, replaced)
         except BaseException:
@@ -100,6 +126,14 @@ class TrainingEngine:
 
     def _agreed(self, phase: str) -> AbstractContextManager[None]:
         return self.ranks.agreed(phase) if self.ranks is not None else nullcontext()
+
+    def _agree_on_speed(self) -> bool | None:
+        """Whether all ranks compute in 16 bits when nobody said that they should; it is measured."""
+        stored = self.config.param_dtype
+        if self.ranks is None or stored is None or stored == "float32" or self.config.compute_dtype is not None:
+            return None
+        fast = multiplies_fast(getattr(torch, stored), self._device)
+        return bool(self.ranks.smallest("the speed of 16-bit computation", fast))
 
     def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
@@ -121,20 +155,28 @@ class TrainingEngine:
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
-        # Asked once: what is available changes.
-        budget = next((h.store.pool.budget for h in hosts), None) or budget_of(config, self.ranks)
-        copies = self._place(together, replaced, budget)
-        self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks, budget)
+        copies = self._place(together, replaced)
+        self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks, self._budget)
         self.store = self.host.store
         self.residency = self.host.residency
+        self._recording = self.host.recording
+        if self._recording is not None:
+            self._recording.trace.title = self._title(model)
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
         return owners, replaced, copies
 
-    def _place(self, together: list[list[Unit]], replaced: list[Unit], budget: int) -> int:
+    def _title(self, model: nn.Module) -> str:
+        """Of a trace."""
+        num_parameters = format_count(sum(p.num_elements for p in self._managed.values()))
+        rank = f", rank {self.ranks.rank} of {self.ranks.num_ranks}" if self.ranks is not None else ""
+        return f"{type(model).__name__}: {num_parameters} parameters{rank}"
+
+    def _place(self, together: list[list[Unit]], replaced: list[Unit]) -> int:
         """Divide the memory; returns the room for copies."""
         config, accelerator = self.config, self._accelerator
-        self._bucket_bytes = _bucket_bytes(budget) if self.ranks is not None else 0
-        copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, budget)
+        budget, common = self._budget, self._common_budget
+        self._bucket_bytes = _bucket_bytes(common) if self.ranks is not None else 0
+        copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, common)
         if accelerator is not None:
             check_room(together, config.device_memory or accelerator.budget)
         at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
@@ -153,7 +195,7 @@ class TrainingEngine:
     def _build(self, model: nn.Module, copies: int, replaced: list[Unit]) -> None:
         """Everything that may fail for want of room or for a drive's error; the last thing is to park parameters."""
         self.host.drop_forgotten({*self.units, *replaced})
-        self._wire = self._make_wire(model)
+        self._spread_values(model)
         self._cache = self._make_cache(copies)
         new_units = [unit for unit in self.units if unit.block is None]
         self._change_source([unit for unit in (*self.units, *replaced) if unit.block is not None])
@@ -161,8 +203,8 @@ class TrainingEngine:
             if unit.block is None:
                 self.host.add(unit, home)
         self._make_chunks()
-        self.keeper = RecordKeeper(self.residency, self.records, self._wire)
-        self._updater = Updater(self.store, shares_cores=self._accelerator is None)
+        self.keeper = RecordKeeper(self.residency, self.records, self._wires.steps if self._wires is not None else None)
+        self._updater = Updater(self.store, shares_cores=self._accelerator is None, recording=self.residency.recording)
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
         home = Home.NVME if self.config.nvme else Home.RAM
@@ -179,6 +221,8 @@ class TrainingEngine:
             self.host.park(unit)
         for unit in replaced:
             self.host.drop(unit)
+        if self.ranks is not None:
+            self.host.closers.append(self.ranks.leave)
 
     # ------------------------------------------------------------------ setting up
 
@@ -192,7 +236,7 @@ class TrainingEngine:
             fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
             for full_name, parameter in parameters:
                 known = parked.managed(parameter)
-                dtypes = precision_of(parameter.dtype, self.config, self._device)
+                dtypes = precision_of(parameter.dtype, self.config, self._device, fast=self._is_fast)
                 if known is not None and (known.unit.dtype, known.unit.compute_dtype) == (
                     dtypes.stored,
                     dtypes.computed,
@@ -205,7 +249,7 @@ class TrainingEngine:
                     replaced.setdefault(known.unit)
                 fresh.setdefault(parameter.dtype, []).append((full_name, parameter))
             for own, members in fresh.items():
-                dtypes = precision_of(own, self.config, self._device)
+                dtypes = precision_of(own, self.config, self._device, fast=self._is_fast)
                 unit_name = (name or type(model).__name__) + (f" ({own})" if len(fresh) > 1 else "")
                 unit = make_unit(
                     unit_name,
@@ -223,7 +267,7 @@ class TrainingEngine:
         records = {}
         maker = RecordMaker(self.user_optimizer)
         for unit in self.units:
-            record = maker.make(unit, precision_of(unit.dtype, self.config, self._device).optimized)
+            record = maker.make(unit, precision_of(unit.dtype, self.config, self._device, fast=self._is_fast).optimized)
             if record is not None:
                 records[unit] = record
         return records
@@ -235,27 +279,47 @@ class TrainingEngine:
         self.store.pool.charge(placement.set_aside + copies + 2 * self._bucket_bytes)
         self.store.reserve(placement.swap)
 
-    def _make_wire(self, model: nn.Module) -> Wire | None:
-        """The computing thread's own wire to the other ranks; they start with the values of the first."""
+    def _connect(self, copies: int) -> _Wires | None:
+        """One wire to the other ranks for each thread that talks to them."""
         if self.ranks is None:
             return None
         self.ranks.names.update({unit.number: unit.name for unit in self.units})
-        wire = self.ranks.wire("steps")
+        stage = self._sharding.stage
+        device = self._accelerator.device if self._accelerator is not None else torch.device("cpu")
+        copied = stage == 3 and (self._accelerator is not None or copies)
+        wires = _Wires(
+            steps=self.ranks.wire("steps"),
+            gradients=self.ranks.wire("gradients"),
+            copies=self.ranks.wire("parameters", device) if copied else None,
+            exchange=self.ranks.wire("parameters") if stage in (1, 2) else None,
+        )
+        sizes = [len(self.units), sum(unit.num_elements for unit in self.units)]
+        said = wires.steps.agree(Topic("start", _START, "the sizes of the model"), sizes)
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise UsageError(
+                    f"rank {rank} has a model of {theirs[0]} units and {theirs[1]:,} elements, rank 0 one of "
+                    f"{said[0][0]} units and {said[0][1]:,} elements\n  fix:   build the same model on every rank"
+                )
+        return wires
+
+    def _spread_values(self, model: nn.Module) -> None:
+        """All ranks start with the values of the first."""
+        if self._wires is None:
+            return
         topic = Topic("start", _START, "the values to start with")
-        wire.agree(topic, [len(self.units), sum(unit.num_elements for unit in self.units)])
         plain = [p.detach() for p, managed in self._managed.items() if managed.unit.block is None]
         for tensor in [*plain, *model.buffers()]:
-            wire.spread(topic, tensor)
-        return wire
+            self._wires.steps.spread(topic, tensor)
 
     def _make_cache(self, copies: int) -> ComputeCache | None:
         if self._accelerator is None and not copies:
             return None
         where: Place = self._accelerator or CpuPlace(copies)
         budget = copies or self.config.device_memory or where.budget
-        gathers = self.ranks is not None and self._sharding.stage == 3
-        wire = self.ranks.wire("parameters", where.device) if self.ranks is not None and gathers else None
-        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire)
+        wire = self._wires.copies if self._wires is not None else None
+        tier = COPIES if self._accelerator is None else DEVICE
+        cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire, tier=tier)
         self.host.closers.append(cache.copier.close)
         return cache
 
@@ -278,19 +342,17 @@ class TrainingEngine:
         early = self.config.update == "auto" and not clips and self.loss_scale is None
         norms = clips or self.loss_scale is not None
         download = self._accelerator.download if self._accelerator is not None else None
-        if self.ranks is None or self._wire is None:
+        if self._wires is None:
             return Gradients(
                 *parts, reserve=reserve, num_backwards=num_backwards, early=early, norms=norms, download=download
             )
         stage = self._sharding.stage
         reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
-        reducer = Reducer(
-            self.ranks.wire("gradients"), self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0
-        )
+        reducer = Reducer(self._wires.gradients, self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0)
         self.host.closers.append(reducer.close)
         exchange = None
-        if stage in (1, 2):
-            exchange = ParameterExchange(self.store, self.ranks.wire("parameters"))
+        if self._wires.exchange is not None:
+            exchange = ParameterExchange(self.store, self._wires.exchange)
             self.host.closers.append(exchange.close)
         return ShardedGradients(
             *parts,
@@ -300,7 +362,7 @@ class TrainingEngine:
             norms=norms,
             download=download,
             stage=stage,
-            wire=self._wire,
+            wire=self._wires.steps,
             reducer=reducer,
             exchange=exchange,
         )
@@ -326,13 +388,13 @@ class TrainingEngine:
         if self.activations is not None:
             self.host.exposure.keep_saved = self.activations.pack
             self.host.exposure.keeps_all = self.config.offload_activations == "all"
-        self.host.exposure.on_read = self.gradients.on_read
+        self.host.exposure.on_read = self.gradients.on_read if self._recording is None else self._recorded_read
         self.host.exposure.on_edit = self._edited
         for managed in self._managed.values():
             if managed.group is not None:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
-        hooks.attach(model, self.host.exposure, owners)
+        hooks.attach(model, self.host.exposure, owners, self._recording)
         recompute.attach(self._recomputed, self.host.exposure if self.activations is not None else None)
         self._watch_alternatives(model, owners)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
@@ -344,9 +406,10 @@ class TrainingEngine:
 
     def _watch_alternatives(self, model: nn.Module, owners: Owners) -> None:
         """Find out which layers are called by every rank, and which each rank chooses from."""
-        wire, gradients, cache = self._wire, self.gradients, self._cache
-        if wire is None or not isinstance(gradients, ShardedGradients):
+        gradients, cache = self.gradients, self._cache
+        if self._wires is None or not isinstance(gradients, ShardedGradients):
             return
+        wire = self._wires.steps
         watch = Watch(model, owners)
         by_number = {unit.number: unit for unit in self.units}
         is_gathered = cache is not None and self._sharding.stage == 3
@@ -381,6 +444,14 @@ class TrainingEngine:
                 self._cache.add(unit)
                 unit.source = self._cache
 
+    def _recorded_read(self, unit: Unit) -> None:
+        """In place of `Gradients.on_read` when there is a record of the run."""
+        self.gradients.on_read(unit)
+        if self._recording is not None:
+            if torch._C._current_graph_task_id() >= 0:
+                self._recording.begin(BACKWARD)
+            self._recording.computing(unit.name)
+
     def _edited(self, managed: ManagedParameter, flat: torch.Tensor) -> None:
         if managed.unit in self.records and managed.group is not None:
             self.keeper.write_master(managed, managed.of(flat))
@@ -389,15 +460,22 @@ class TrainingEngine:
 
     def step(self) -> None:
         """Update with what is left of the gradients."""
+        recording = self._recording
+        if recording is not None:
+            recording.begin(STEP)
+            recording.computing("optimizer step")
         with held():
             self._step()
+        if recording is not None:
+            recording.trace.held(HOST, time.perf_counter(), self.store.pool.held_bytes)
+            recording.end(STEP)
 
     def _step(self) -> None:
         self._take_hand_made_gradients()
         self._take_zeros()
         self.gradients.before_step()
-        if self._wire is not None and self._unmanaged:
-            self._unmanaged.average(self._wire)
+        if self._wires is not None and self._unmanaged:
+            self._unmanaged.average(self._wires.steps)
         factors: tuple[torch.Tensor, ...] = ()
         norms: dict[ManagedParameter | nn.Parameter, torch.Tensor] = {}
         if self.loss_scale is not None or self.config.max_grad_norm is not None:
@@ -423,6 +501,8 @@ class TrainingEngine:
         if self.activations is not None:
             self.activations.end_cycle()
         self._num_steps += 1
+        if self.ranks is not None:
+            self.ranks.num_steps = self._num_steps
 
     def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip the retained gradients of these parameters; returns their norm."""
@@ -537,7 +617,13 @@ class TrainingEngine:
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
         self._updater.drain()
+        self.gradients.drain()
         self.store.settle()
+
+    def write_trace(self) -> None:
+        """Write what was recorded so far, if a trace is wanted."""
+        if self._recording is not None:
+            self._recording.write()
 
     def stats(self) -> Stats:
         """What is held and what was done so far."""
@@ -653,7 +739,7 @@ def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[li
 
 def _is_copied(unit: Unit) -> bool:
     """Whether modules on the CPU see a copy of it."""
-    return unit.compute_dtype != unit.dtype or not unit.is_stored_whole
+    return unit.compute_dtype != unit.dtype or unit.is_stored_in_parts
 
 
 def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memory: int) -> int:
@@ -662,7 +748,7 @@ def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memo
     if not sizes:
         return 0
     at_once = max(sum(copy_size(unit) for unit in group if _is_copied(unit)) for group in together)
-    share = _COPY_SHARE if all(unit.is_stored_whole for unit in units) else _GATHER_SHARE
+    share = _GATHER_SHARE if any(unit.is_stored_in_parts for unit in units) else _COPY_SHARE
     return max(at_once + max(sizes), min(sum(sizes), round_up(int(memory * share))))
 
 

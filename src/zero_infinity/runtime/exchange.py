@@ -11,6 +11,8 @@ import threading
 
 import torch
 
+from zero_infinity.errors import EngineClosedError, again
+from zero_infinity.interrupts import through
 from zero_infinity.runtime.unit import Unit
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Turn
@@ -23,31 +25,46 @@ class ParameterExchange:
     def __init__(self, store: BlockStore, wire: Wire) -> None:
         self._store = store
         self._wire = wire
+        self._changed = threading.Condition()
+        self._num_pending = 0
+        self._error: BaseException | None = None
         self._units: queue.SimpleQueue[tuple[Unit, Turn] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-exchange", daemon=True)
         self._thread.start()
 
     def submit(self, unit: Unit) -> None:
         """The unit's update was submitted, and its block is fetched: complete it after that."""
+        with self._changed:
+            self._num_pending += 1
         self._units.put((unit, self._store.claim(unit.the_block())))
 
+    def drain(self) -> None:
+        """Wait until every unit is complete, or none will be any more."""
+        with self._changed:
+            while self._num_pending and self._error is None:
+                with through():
+                    self._changed.wait()
+            error = self._error
+        if error is not None:
+            raise again(error)
+
     def close(self) -> None:
-        """End the thread after the unit that it completes now."""
+        """End the thread when all units are complete, unless that does not get on."""
         self._units.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._wire.end(self._thread, lambda: self._store.fail(EngineClosedError("the engine is closed")))
 
     def _work(self) -> None:
         torch.set_num_threads(1)
-        failed = False
         while (task := self._units.get()) is not None:
-            if failed:
-                continue
-            try:
-                self._complete(*task)
-            except BaseException as error:  # noqa: BLE001 - whoever waits for a block gets it
-                self._store.fail(error.with_traceback(None))
-                failed = True
+            if self._error is None:
+                try:
+                    self._complete(*task)
+                except BaseException as error:  # noqa: BLE001 - whoever waits for a block gets it
+                    self._error = error.with_traceback(None)
+                    self._store.fail(self._error)
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
             del task
 
     def _complete(self, unit: Unit, turn: Turn) -> None:

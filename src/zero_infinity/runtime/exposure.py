@@ -31,7 +31,7 @@ from zero_infinity.runtime import parked
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 
 # Dead storages that may be remembered beyond as many as are alive.
-_DEAD_STORAGES = 64
+_DEAD_STORAGES = 8
 
 
 class Handle:

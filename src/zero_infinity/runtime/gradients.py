@@ -21,10 +21,12 @@ from zero_infinity.errors import TornStepError, UsageError
 from zero_infinity.runtime.cycle import Cycle
 from zero_infinity.runtime.jobs import Fresh, Update, Whole, part_of
 from zero_infinity.runtime.record import Chunk, Record, Segment
+from zero_infinity.runtime.recording import BACKWARD
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.runtime.update_rule import UpdateRule, hyperparameters_of
 from zero_infinity.runtime.updater import Updater
+from zero_infinity.trace import DEVICE, HOST, Category
 
 _TORN = (
     '\n  fix:   reload a checkpoint or build the model again; update="after_backward" in zi.Config keeps every '
@@ -100,7 +102,7 @@ class Gradients:
         unit = parameter.unit
         flat = self._flat(parameter, gradient)
         if self._may_update_early(unit):
-            self._make_room(flat.nbytes)
+            self._make_room(flat.nbytes, unit)
             self._waiting.setdefault(unit, {})[parameter] = self._with_retained(parameter, flat)
             self._update_when_complete(unit)
         else:
@@ -118,8 +120,21 @@ class Gradients:
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
         self.seen.add(parameter)
-        gradient = gradient.detach() if self._download is None else self._download(gradient.detach())
+        gradient = (
+            gradient.detach() if self._download is None else self._downloaded(parameter, self._download, gradient)
+        )
         return parameter.flattened(gradient).to(self._records[parameter.unit].dtype)
+
+    def _downloaded(
+        self, parameter: ManagedParameter, download: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
+    ) -> torch.Tensor:
+        start = time.perf_counter()
+        here = download(gradient.detach())
+        trace = self._residency.store.trace
+        if trace is not None:
+            seconds = time.perf_counter() - start
+            trace.span(parameter.unit.name, Category.GRADIENT, f"{DEVICE} to {HOST}", start, seconds, here.nbytes)
+        return here
 
     def _follow_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -131,7 +146,14 @@ class Gradients:
                 self.torn = "the last backward did not finish, but some of its updates had run"
                 raise TornStepError(self.torn + _TORN)
             self.cycle.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        if self._residency.recording is not None:
+            self._residency.recording.begin(BACKWARD)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward_done()
+        if self._residency.recording is not None:
+            self._residency.recording.end(BACKWARD)
 
     def _backward_done(self) -> None:
         self.cycle.backward_complete = True
@@ -170,12 +192,12 @@ class Gradients:
         """Whether each of its parameters has had as many gradients as in the last cycle."""
         return all(self.cycle.firings.get(p, 0) >= self._last.firings.get(p, 0) for p in unit.parameters)
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
         if self._outstanding_bytes + num_bytes > self._reserve:
             start = time.perf_counter()
             self._updater.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
-            self._residency.waited_seconds += time.perf_counter() - start
+            self._residency.waited(room_for(unit), start)
         if self._outstanding_bytes + num_bytes > self._reserve:
             for waiting in self._waiting.values():
                 for parameter, flat in waiting.items():
@@ -246,6 +268,9 @@ class Gradients:
         """Put another gradient in the place of the retained one."""
         self._retained.discard(parameter)
         self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
+
+    def drain(self) -> None:
+        """Wait until what comes after an update is done."""
 
     def discard(self) -> None:
         """Forget all gradients that no update has been submitted for."""
@@ -374,10 +399,17 @@ class Gradients:
         self._early_settings = None
 
 
+def room_for(unit: Unit) -> str:
+    """What is waited for when gradients take all that is set aside for them."""
+    return f"{unit.name}: room for its gradient"
+
+
 def _places(records: Iterable[Record]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:
     places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
     for record in records:
+        for parameter in record.state_names:
+            places[parameter] = []  # another rank may have all of it
         for chunk in record.gradient_chunks:
             for segment in chunk.segments:
-                places.setdefault(segment.parameter, []).append((chunk, segment))
+                places[segment.parameter].append((chunk, segment))
     return places

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch._C import _autograd
 
@@ -22,6 +23,7 @@ from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime.dynamo import not_compiled
 from zero_infinity.runtime.exposure import Exposure
+from zero_infinity.runtime.recording import FORWARD, Recording
 from zero_infinity.runtime.unit import ManagedParameter
 
 
@@ -135,8 +137,9 @@ class ForwardStack:
     up when the outermost module is called again.
     """
 
-    def __init__(self, exposure: Exposure) -> None:
+    def __init__(self, exposure: Exposure, recording: Recording | None = None) -> None:
         self._exposure = exposure
+        self._recording = recording
         self._entries: list[_Entry] = []
         self._thread = 0
 
@@ -150,6 +153,8 @@ class ForwardStack:
         self._thread = thread
         if self._entries and self._entries[0].module is module:
             self.clear()
+        if self._recording is not None and not self._entries and torch._C._current_graph_task_id() < 0:
+            self._recording.begin(FORWARD)  # and not a recomputation in backward
         self._entries.append(_Entry(module))
 
     def entered(self, parameters: list[ManagedParameter], *, hooks_pushed: bool) -> None:
@@ -163,7 +168,9 @@ class ForwardStack:
             entry = self._entries.pop()
             self._undo(entry)
             if entry.module is module:
-                return
+                break
+        if self._recording is not None and not self._entries:
+            self._recording.end(FORWARD)
 
     def clear(self) -> None:
         while self._entries:
@@ -184,9 +191,14 @@ def attach_state_hooks(module: nn.Module, exposure: Exposure) -> None:
     module.register_load_state_dict_pre_hook(RefuseAssignment())
 
 
-def attach(model: nn.Module, exposure: Exposure, owners: dict[nn.Module, list[ManagedParameter]]) -> None:
+def attach(
+    model: nn.Module,
+    exposure: Exposure,
+    owners: dict[nn.Module, list[ManagedParameter]],
+    recording: Recording | None = None,
+) -> None:
     """Put hooks on every module; `owners` says which parameters belong to which."""
-    stack = ForwardStack(exposure)
+    stack = ForwardStack(exposure, recording)
     for module in model.modules():
         parameters = owners.get(module, [])
         if any(child in owners for child in module.modules() if child is not module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,9 +17,10 @@ from typing import Protocol
 import torch
 
 from zero_infinity.config import Config
-from zero_infinity.errors import UsageError
+from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.exposure import Exposure
+from zero_infinity.runtime.recording import Recording
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.sources import HostSource, Source
 from zero_infinity.runtime.unit import ManagedParameter, Unit
@@ -52,10 +54,15 @@ class ParameterHost:
         self.ranks = ranks
         self.sharding = sharding_of(config, ranks)
         self.num_units = 0  # made so far
+        rank = ranks.rank if ranks is not None else None
+        self.recording = Recording(config.trace, budget, rank) if config.trace is not None else None
+        trace = self.recording.trace if self.recording is not None else None
+        if ranks is not None:
+            ranks.trace = trace
         pool = BufferPool(budget)
-        engine = QueuedEngine(FileDevice(config.nvme)) if config.nvme else None
-        self.store = BlockStore(pool, engine, verify=config.verify)
-        self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD)
+        engine = QueuedEngine(FileDevice(config.nvme), trace=trace) if config.nvme else None
+        self.store = BlockStore(pool, engine, verify=config.verify, trace=trace)
+        self.residency = Residency(self.store, pool.budget, _NO_LOOKAHEAD, self.recording)
         self.source: Source = HostSource(self.residency)
         self.exposure = HostedExposure(self)
         self.units: list[Unit] = []
@@ -63,12 +70,14 @@ class ParameterHost:
         self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
-        weakref.finalize(self, _close_apart, self.closers).atexit = False
+        if self.recording is not None:
+            self.closers.insert(0, self.recording.close)
+        weakref.finalize(self, _close_apart, self.closers, is_traced=self.recording is not None).atexit = False
         _alive.add(self)
 
     def check_same_place(self, config: Config) -> None:
         """Raise when `config` asks for another store than this one, which a model was built in."""
-        for field in ("memory", "nvme", "verify", "stage", "partition"):
+        for field in ("memory", "nvme", "verify", "stage", "partition", "trace"):
             built, asked = getattr(self.config, field), getattr(config, field)
             if built != asked:
                 raise UsageError(
@@ -112,7 +121,7 @@ class ParameterHost:
         self.residency.wait(block)
         with self.store.changing(block) as memory, self.residency.pinned(block), torch.no_grad():
             flat = memory.view(unit.dtype)
-            if unit.is_stored_whole:
+            if not unit.is_stored_in_parts:
                 for managed in unit.parameters:
                     managed.of(flat).copy_(managed.parameter.detach())
             else:
@@ -196,11 +205,19 @@ def _close_all() -> None:
         host.close()
 
 
-def _close_apart(closers: list[Callable[[], None]]) -> None:
-    """Close on a thread of its own: the garbage collector may run in any thread, inside of any lock of ours."""
-    threading.Thread(target=_close, args=(closers,), name="zero-infinity-close", daemon=True).start()
+def _close_apart(closers: list[Callable[[], None]], *, is_traced: bool) -> None:
+    """Close on a thread of its own: the garbage collector may run in any thread, inside of any lock of ours.
+
+    A process that ends meanwhile waits for a trace to be written, and for nothing else.
+    """
+    threading.Thread(target=_close, args=(closers,), name="zero-infinity-close", daemon=not is_traced).start()
 
 
 def _close(closers: list[Callable[[], None]]) -> None:
     while closers:
-        closers.pop()()
+        try:
+            closers.pop()()
+        except StuckThreadError as stuck:
+            # What is left to close is the memory that the thread may still write to.
+            closers.clear()
+            warnings.warn(f"the thread {stuck} does not end; its memory is not given back", stacklevel=1)

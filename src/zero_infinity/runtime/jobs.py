@@ -6,6 +6,7 @@ or both: then their sum counts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from zero_infinity.runtime.unit import ManagedParameter
 from zero_infinity.runtime.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
 from zero_infinity.store.block import Block
 from zero_infinity.store.blocks import BlockStore
+from zero_infinity.trace import UPDATE, Category, Trace
 
 
 class Fresh(Protocol):
@@ -81,8 +83,11 @@ class Update:
                 for segment in chunk.segments:
                     gradient = self._gradient_of(segment, kept)
                     if gradient is not None:
+                        start = time.perf_counter()
                         new = self._update_segment(segment, chunk, values, states, gradient)
                         self._states.append((segment.parameter, *new))
+                        if store.trace is not None:
+                            self._note(store.trace, segment, start)
         finally:
             for block in self.blocks(chunk)[1:]:
                 store.unhold(block, dirty=block is chunk.record)
@@ -98,6 +103,11 @@ class Update:
             self.record.scalars[parameter] = scalars
             parameter.edited = False
         self.done()
+
+    def _note(self, trace: Trace, segment: Segment, start: float) -> None:
+        """A segment was updated."""
+        num_bytes = (segment.stop - segment.start) * self.record.dtype.itemsize * len(self.record.slots)
+        trace.span(self.record.unit.name, Category.UPDATE, UPDATE, start, time.perf_counter() - start, num_bytes)
 
     def _is_here(self, parameter: ManagedParameter) -> bool:
         return any(segment.parameter is parameter for chunk in self.chunks for segment in chunk.segments)

@@ -36,7 +36,7 @@ class RecordKeeper:
         flat = torch.zeros(parameter.num_elements, dtype=record.dtype)
         for _, segment, slot in self._slots(parameter, name):
             flat[segment.start : segment.stop] = slot
-        if self._wire is not None and len(parameter.unit.owned) < parameter.unit.num_elements:
+        if self._wire is not None and parameter.unit.is_updated_in_parts:
             topic = Topic("state gather", parameter.unit.number, f"the optimizer's state of {parameter.name}")
             self._wire.agree(topic)
             self._wire.gather(topic, [(flat, parameter.spans)])

@@ -145,7 +145,8 @@ def _check(
     minimum = resident + gradients + _minimum(moving, together, chunk)
     if minimum <= budget:
         return
-    name, size = max([*together, *((u.name, u.parameters) for u in moving)], key=lambda pair: pair[1])
+    largest = ("all small units", resident)  # nothing else is left to name when no unit moves
+    name, size = max([*together, *((u.name, u.parameters) for u in moving)], key=lambda p: p[1], default=largest)
     raise CapacityError(
         f"{name!r} needs {format_bytes(size)} of host memory for its parameters and {format_bytes(gradients)} for "
         f"gradients to be trained, {format_bytes(minimum)} with two chunks of optimizer state, but memory is "

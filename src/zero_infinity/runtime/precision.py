@@ -31,12 +31,12 @@ class Precision:
     optimized: torch.dtype
 
 
-def precision_of(own: torch.dtype, config: Config, device: torch.device) -> Precision:
-    """The dtypes for a parameter that the user made in `own`."""
+def precision_of(own: torch.dtype, config: Config, device: torch.device, *, fast: bool | None = None) -> Precision:
+    """The dtypes for a parameter that the user made in `own`. `fast`: what was found out about 16 bits before."""
     stored = _dtype(config.param_dtype) or own
     computed = _dtype(config.compute_dtype) or own
     if config.compute_dtype is None and config.param_dtype is not None and stored.itemsize < own.itemsize:
-        computed = stored if multiplies_fast(stored, device) else own
+        computed = stored if (multiplies_fast(stored, device) if fast is None else fast) else own
     optimized = _dtype(config.optim_dtype) or (torch.float32 if stored.itemsize < 4 else stored)
     if optimized.itemsize < stored.itemsize:
         raise ConfigError(

@@ -112,8 +112,7 @@ class Reducer:
         if self._error is None:
             self._error = EngineClosedError("sums over ranks have ended")
         self._tasks.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._wire.end(self._thread)
 
     def _work(self) -> None:
         torch.set_num_threads(1)

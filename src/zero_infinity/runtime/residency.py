@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zero_infinity.errors import CapacityError
+from zero_infinity.runtime.recording import Recording
 from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.store.block import Block, Home
 from zero_infinity.store.blocks import BlockStore
@@ -24,8 +25,9 @@ from zero_infinity.units import format_bytes, suggest_bytes
 class Residency:
     """The blocks of one tier, their policy and their store."""
 
-    def __init__(self, store: BlockStore, budget: int, lookahead: int) -> None:
+    def __init__(self, store: BlockStore, budget: int, lookahead: int, recording: Recording | None = None) -> None:
         self.store = store
+        self.recording = recording
         self.policy = Policy(budget, lookahead, self._in_use)
         self.waited_seconds = 0.0
         self._blocks: dict[int, Block] = {}
@@ -75,7 +77,14 @@ class Residency:
         if not self.store.ready(block):
             start = time.perf_counter()
             self.store.wait(block)
-            self.waited_seconds += time.perf_counter() - start
+            self.waited(block.name, start)
+
+    def waited(self, name: str, start: float) -> None:
+        """The computing thread has stood still since `start`, for `name`."""
+        seconds = time.perf_counter() - start
+        self.waited_seconds += seconds
+        if self.recording is not None:
+            self.recording.waited(name, start, seconds)
 
     def expire(self, block: Block) -> None:
         """The content of `block` is dead (once the workers that hold it are done)."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.exchange import ParameterExchange
-from zero_infinity.runtime.gradients import Gradients
+from zero_infinity.runtime.gradients import Gradients, room_for
 from zero_infinity.runtime.jobs import Retention, part_of
 from zero_infinity.runtime.record import Record, Segment
 from zero_infinity.runtime.reducer import Reduced, Reducer
@@ -101,7 +101,7 @@ class ShardedGradients(Gradients):
             self._retain(parameter, flat)
             self._unsummed.add(parameter)
             return
-        self._make_room(flat.nbytes)
+        self._make_room(flat.nbytes, unit)
         collected = self._collected.setdefault(unit, {})
         if parameter in collected:
             collected[parameter].add_(flat)
@@ -149,15 +149,17 @@ class ShardedGradients(Gradients):
         elif wanted:
             self._sum(list(wanted.items()), Topic("gradient sum", _LEFT_OVER_SUM, "small and unused units"))
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside, or nothing under way will make room."""
-        start = time.perf_counter()
+        start: float | None = None
         with self._lock:
             while self._outstanding_bytes + num_bytes > self._reserve and self._submitted_bytes:
+                start = start or time.perf_counter()
                 with through():
                     self._released.wait(_POLL_SECONDS)
             self._outstanding_bytes += num_bytes
-        self._residency.waited_seconds += time.perf_counter() - start
+        if start is not None:
+            self._residency.waited(room_for(unit), start)
 
     def _summed(self, num_bytes: int) -> None:
         self._release(num_bytes)
@@ -191,7 +193,7 @@ class ShardedGradients(Gradients):
     def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
         """A retained gradient, whole and of this rank alone, which is then forgotten."""
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
-        self._make_room(flat.nbytes)
+        self._make_room(flat.nbytes, parameter.unit)
         self._read_retained(parameter, flat)
         self._retained.discard(parameter)
         self._unsummed.discard(parameter)
@@ -238,7 +240,9 @@ class ShardedGradients(Gradients):
         mine = totals[self._wire.rank]
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         for segment, square in squares.items():
-            mine[numbers[segment.parameter]] += square
+            # What every rank has counts once.
+            if segment.parameter.unit.is_updated_in_parts or self._wire.rank == 0:
+                mine[numbers[segment.parameter]] += square
         topic = Topic("norms", _NORMS, "the norms of gradients")
         self._wire.agree(topic)
         self._wire.gather(topic, [(totals.view(-1), _rows(totals))])
@@ -257,6 +261,10 @@ class ShardedGradients(Gradients):
                 self._exchange.submit(unit)
         if self._squares is not None:
             self._squares.clear()
+
+    def drain(self) -> None:
+        if self._exchange is not None:
+            self._exchange.drain()
 
     def discard(self) -> None:
         super().discard()
@@ -290,7 +298,7 @@ class ShardedGradients(Gradients):
             return None
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
         self._read_retained(parameter, flat)
-        if not self._keeps_everything(parameter.unit):
+        if parameter.unit.is_updated_in_parts:
             topic = Topic("gradient gather", _GRADIENT, parameter.name)
             self._wire.agree(topic)
             self._wire.gather(topic, [(flat, parameter.spans)])
@@ -311,9 +319,6 @@ class ShardedGradients(Gradients):
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
         """As the model lists them: what was read, and when, may differ between ranks."""
         return [unit for unit in self._records if unit in units]
-
-    def _keeps_everything(self, unit: Unit) -> bool:
-        return len(unit.owned) == unit.num_elements
 
 
 def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:

@@ -29,6 +29,7 @@ from zero_infinity.schedule.policy import Decision, NoRoomError, Policy
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.extents import round_up
+from zero_infinity.trace import COPIES, HOST, Category
 from zero_infinity.units import format_bytes
 
 # Numbers of groups of several units are apart from those of units.
@@ -137,9 +138,20 @@ class ComputeCache:
     """Copies of units at a place, under a byte budget."""
 
     def __init__(
-        self, residency: Residency, place: Place, budget: int, lookahead: int, wire: Wire | None = None
+        self,
+        residency: Residency,
+        place: Place,
+        budget: int,
+        lookahead: int,
+        wire: Wire | None = None,
+        *,
+        tier: str = COPIES,
     ) -> None:
-        self.copier = Copier(residency.store, place, wire)
+        trace = residency.store.trace
+        self._tier = tier  # its name in a trace
+        if trace is not None:
+            trace.budgets[self._tier] = budget
+        self.copier = Copier(residency.store, place, wire, lane=f"{HOST} to {self._tier}")
         # Asked when ranks want different units: units that all of them are to gather instead, if there are any.
         self.on_mismatch: Callable[[Sequence[int]], tuple[str, Sequence[Unit]] | None] = lambda _: None
         self._residency = residency
@@ -206,7 +218,7 @@ class ComputeCache:
             start = time.perf_counter()
             with through():
                 copy.ready.wait()
-            self._residency.waited_seconds += time.perf_counter() - start
+            self._residency.waited(unit.name, start)
         if copy.error is not None:
             raise again(copy.error)
         if copy.make_safe is not None:
@@ -226,6 +238,9 @@ class ComputeCache:
             self._drop(key)
         for key in decision.fetch:
             self._fetch(self._groups[key])
+        trace = self._residency.store.trace
+        if trace is not None:
+            trace.held(self._tier, time.perf_counter(), self._policy.cached_bytes)
 
     def _is_last(self, group: _Group) -> bool:
         """Whether it is used again, and nothing else meanwhile: how often may differ between ranks."""
@@ -325,8 +340,9 @@ class ComputeCache:
 class Copier:
     """Makes copies, in order, on a thread of its own. It refers to a unit only while a copy of it is being made."""
 
-    def __init__(self, store: BlockStore, place: Place, wire: Wire | None = None) -> None:
+    def __init__(self, store: BlockStore, place: Place, wire: Wire | None, *, lane: str) -> None:
         self.place = place
+        self._lane = lane  # in a trace
         self._wire = wire
         self._store = store
         self._lock = threading.Lock()
@@ -347,19 +363,27 @@ class Copier:
     def close(self) -> None:
         """End the thread after the copy that it makes now."""
         self._tasks.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._wire is not None:
+            self._wire.end(self._thread)
+        elif threading.current_thread() is not self._thread:
             self._thread.join()
         self.place.close()
 
     def _work(self) -> None:
         torch.set_num_threads(1)
+        failed: BaseException | None = None  # of an exchange: there are none after that
         while (task := self._tasks.get()) is not None:
             group, copies = task
             try:
+                if failed is not None:
+                    raise again(failed)
                 self._make(group, copies)
             except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
                 for copy in copies:
                     copy.error = error.with_traceback(None)  # its frames hold the copies, and their memory
+                # When ranks want different units nothing was exchanged, and they may find a way to go on.
+                if self._wire is not None and not isinstance(error, DivergenceError):
+                    failed = error
             with self._lock:
                 for copy in copies:
                     copy.ready.set()
@@ -378,7 +402,15 @@ class Copier:
                     copy.memory = self.place.allocate(_copy_bytes(unit))
                 with self._store.reading(unit.the_block()) as memory:
                     if copy.memory is not None:
-                        copy.make_safe = self.place.upload(memory.view(unit.dtype), copy.flat())
+                        copy.make_safe = self._upload(unit, memory.view(unit.dtype), copy.flat())
+
+    def _upload(self, unit: Unit, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        start = time.perf_counter()
+        make_safe = self.place.upload(source, target)
+        if self._store.trace is not None:
+            seconds = time.perf_counter() - start
+            self._store.trace.span(unit.name, Category.FETCH, self._lane, start, seconds, source.nbytes)
+        return make_safe
 
     def _gather(self, wire: Wire, group: _Group, copies: list[_Copy]) -> None:
         """Also copies that are not wanted any more: the other ranks count on it."""
@@ -391,7 +423,7 @@ class Copier:
                 if unit.dtype != unit.compute_dtype:
                     whole = torch.empty(unit.num_elements, dtype=unit.dtype, device=whole.device)
                 stored = memory.view(unit.dtype)[: len(unit.stored)]
-                self.place.upload(stored, whole[unit.stored.start : unit.stored.stop])()
+                self._upload(unit, stored, whole[unit.stored.start : unit.stored.stop])()
                 wholes.append((whole, unit.spans))
         topic = Topic("parameter gather", group.number, group.name)
         wire.agree(topic)
@@ -407,7 +439,7 @@ def _copy_bytes(unit: Unit) -> int:
 
 def copy_size(unit: Unit) -> int:
     """What a copy takes, with what is needed while it is made."""
-    staged = not unit.is_stored_whole and unit.dtype != unit.compute_dtype
+    staged = unit.is_stored_in_parts and unit.dtype != unit.compute_dtype
     return round_up(_copy_bytes(unit)) + (round_up(unit.num_elements * unit.dtype.itemsize) if staged else 0)
 
 

@@ -128,12 +128,14 @@ class Unit:
     spans: tuple[Span, ...] = ()  # each rank's part
     stored: Span = NOTHING  # what is in `block`
     owned: Span = NOTHING  # what is updated here
+    is_stored_in_parts: bool = False
+    is_updated_in_parts: bool = False
     block: Block | None = None
     source: Source | None = None  # who gives its elements to those who compute with them
     num_exposed: int = 0
     # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
     handles: list[weakref.ref[object]] = field(default_factory=list)
-    forget_handles_at: int = 64
+    forget_handles_at: int = 8
     flat: torch.Tensor | None = None  # the elements, while a parameter is exposed
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
@@ -142,14 +144,10 @@ class Unit:
         """What its block takes, also on a rank that stores nothing of it."""
         return max(GRAIN, len(self.stored)) * self.dtype.itemsize
 
-    @property
-    def is_stored_whole(self) -> bool:
-        return len(self.stored) == self.num_elements
-
     def saved(self, handle: object) -> None:
         """Autograd has saved a tensor over it, and holds `handle` in its place."""
         if len(self.handles) >= self.forget_handles_at and self.is_saved:
-            self.forget_handles_at = 2 * len(self.handles) + 64
+            self.forget_handles_at = 2 * len(self.handles) + 8
         self.handles.append(weakref.ref(handle))
 
     @property
@@ -223,6 +221,7 @@ def make_unit(
     layout = sharding.layout(unit.num_elements, number)
     unit.num_elements, unit.spans = layout.num_elements, layout.spans
     unit.stored, unit.owned = layout.stored, layout.owned
+    unit.is_stored_in_parts, unit.is_updated_in_parts = layout.is_stored_in_parts, layout.is_updated_in_parts
     return unit
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +20,7 @@ import torch
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.record import Chunk
+from zero_infinity.runtime.recording import Recording
 from zero_infinity.store.block import Block
 from zero_infinity.store.blocks import BlockStore
 
@@ -61,8 +63,9 @@ class Updater:
     on the same cores. What has to wait for a drive is left to the worker, which uses one core.
     """
 
-    def __init__(self, store: BlockStore, *, shares_cores: bool) -> None:
+    def __init__(self, store: BlockStore, *, shares_cores: bool, recording: Recording | None = None) -> None:
         self._store = store
+        self._recording = recording
         self._shares_cores = shares_cores
         self._jobs: queue.SimpleQueue[_Progress | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -81,12 +84,16 @@ class Updater:
         self.check()
         progress = _Progress(job)
         if self._shares_cores and not self._num_pending:
+            start = time.perf_counter()
             try:
                 if self._run(progress, wait=False):
                     return
             except BaseException as error:
                 self._fail(again(error))
                 raise
+            finally:
+                if self._recording is not None:
+                    self._recording.updated(start)
         with self._changed:
             self._num_pending += 1
         self._jobs.put(progress)
@@ -115,7 +122,8 @@ class Updater:
     def close(self) -> None:
         """End the thread after the job that runs now; what waits is dropped. Idempotent."""
         if self._error is None:
-            self._error = EngineClosedError("the updater is closed")
+            # Whoever waits for a block that a dropped job was to change has to know, or waits for ever.
+            self._fail(EngineClosedError("the updater is closed"))
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,17 +18,20 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
-from torch.distributed import ProcessGroup
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zero_infinity.errors import LostRankError, RankError, UsageError
-from zero_infinity.shard.wire import Channel, Traffic, Wire
+from zero_infinity.shard.wire import Connections, Traffic, Wire
+from zero_infinity.trace import Trace
 
+# A rank that is gone has closed its connections before, or after, it left word: wait a moment for that.
+_NOTE_SECONDS = 0.5
 _CPU = torch.device("cpu")
-# Every engine of this process has names of its own in the store. Engines are made in the same order on every rank.
-_numbers = itertools.count()
+# Every engine has names of its own in its group's store: the members of a group make engines on it in the same order.
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def find_group(group: ProcessGroup | DeviceMesh | None) -> RankGroup | None:
@@ -55,22 +61,35 @@ class RankGroup:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank()
         self.num_ranks = group.size()
-        self._num_wires = itertools.count()
-        self._store = PrefixStore(f"zero_infinity/{next(_numbers)}", _get_process_group_store(group))
+        number = next(_numbers[group.group_name])
+        self._store = PrefixStore(f"zero_infinity/{number}", _get_process_group_store(group))
         self._timeout = _timeout_of(group)
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = Traffic()
+        self.trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
+        self.num_steps = 0
+        self._noted = False
+        self._wires: list[Wire] = []
 
     def wire(self, purpose: str, device: torch.device = _CPU) -> Wire:
         """A wire for one thread, and tensors on `device`. Every rank makes the same ones in the same order."""
-        gloo = ProcessGroupGloo(self._store_of(purpose), self.rank, self.num_ranks, self._timeout)
-        control = cast(Channel, gloo)
-        data = None if device.type == "cpu" else self._accelerator_group(purpose, device)
-        return Wire(control, self.traffic, self.describe, lambda number: self.names.get(number, f"#{number}"), data)
+        data = None if device.type == "cpu" else self._accelerator_group(device)
+        name = f"wire/{len(self._wires)}"
+        try:
+            # Not dist.new_group: the names that it makes up depend on how many groups a process has at the moment, and
+            # when one goes is up to each rank's garbage collector.
+            control = ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.num_ranks, self._timeout)
+        except RuntimeError as lost:
+            raise LostRankError(
+                f"rank {self.rank} could not connect to every other rank for {purpose}\n  why:   {_first_line(lost)}"
+            ) from lost
+        wire = Wire(cast(Connections, control), self.traffic, self, data, self.trace)
+        self._wires.append(wire)
+        return wire
 
-    def _accelerator_group(self, purpose: str, device: torch.device) -> Channel:
+    def _accelerator_group(self, device: torch.device) -> Connections:
         if device.type != "cuda":
             raise UsageError(
                 f"several ranks are not supported on {device.type}: there is no backend to exchange its tensors with\n"
@@ -78,34 +97,46 @@ class RankGroup:
             )
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        store = self._store_of(f"{purpose} on {device.type}")
-        return cast(Channel, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
+        store = PrefixStore(f"wire/{len(self._wires)} on {device.type}", self._store)
+        return cast(Connections, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
 
-    def _store_of(self, purpose: str) -> PrefixStore:
-        """What a group of our own meets its other ranks in.
-
-        Not `dist.new_group`: it is a collective of all ranks, and names groups by how many there are at the moment,
-        which differs between ranks when an engine ends.
-        """
-        return PrefixStore(f"{purpose}/{next(self._num_wires)}", self._store)
+    def close(self) -> None:
+        """Give the connections back."""
+        for wire in self._wires:
+            wire.close()
 
     # ------------------------------------------------------------------ notes
 
     def note(self, text: str) -> None:
-        """Leave word of what this rank is doing, for those who miss it."""
+        """Leave word of how this rank has fared, for those who miss it. The first word counts."""
+        if self._noted:
+            return
+        self._noted = True
         try:
             self._store.set(f"note/{self.rank}", text)
         except RuntimeError:
             return  # whoever keeps the store is gone; that is told by the wires
 
-    def describe(self, rank: int) -> str:
-        """What is known of another rank."""
+    def leave(self) -> None:
+        """This rank's engine ends: say so to those who may still wait for it."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # of which the interpreter ends
+        reason = f" with {type(error).__name__}: {_first_line(error)}" if error is not None else ""
+        self.note(f"ended after {self.num_steps} steps{reason}")
+
+    def describe(self, rank: int) -> list[str]:
+        """What is known of another rank that does not answer any more, and of others that have ended."""
+        deadline = time.monotonic() + _NOTE_SECONDS
         try:
-            if self._store.check([f"note/{rank}"]):
-                return f" (rank {rank}: {self._store.get(f'note/{rank}').decode()})"
-        except RuntimeError:
-            return ""
-        return ""
+            while not self._store.check([f"note/{rank}"]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            others = [r for r in range(self.num_ranks) if r != self.rank and self._store.check([f"note/{r}"])]
+            return [f"rank {r} {self._store.get(f'note/{r}').decode()}" for r in others]
+        except RuntimeError:  # whoever keeps the store is gone
+            return []
+
+    def name_of(self, number: int) -> str:
+        """The name of what is exchanged under a number."""
+        return self.names.get(number, f"#{number}")
 
     @contextmanager
     def agreed(self, phase: str) -> Iterator[None]:
@@ -117,13 +148,28 @@ class RankGroup:
             raise
         self.all_well(phase, None)
 
+    def tell(self, what: str, value: str) -> list[str]:
+        """Tell the others, and hear what each says (by rank). Each `what` can be told once."""
+        try:
+            self._store.set(f"{what}/{self.rank}", value)
+        except RuntimeError as lost:
+            raise LostRankError(f"the ranks' common store is gone ({lost})") from lost
+        return [self._told(what, rank) for rank in range(self.num_ranks)]
+
+    def is_first_to(self, act: str) -> bool:
+        """Whether no rank has asked this before."""
+        return bool(self._store.add(f"first/{act}", 1) == 1)
+
     def all_same(self, what: str, value: str, fix: str) -> None:
         """Raise when ranks differ in `what`."""
-        self._store.set(f"{what}/{self.rank}", value)
-        found = [self._told(what, rank) for rank in range(self.num_ranks)]
+        found = self.tell(what, value)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}: {other} and {found[0]}\n  fix:   {fix}")
+
+    def smallest(self, what: str, value: int) -> int:
+        """The smallest value that any rank has of `what`."""
+        return min(map(int, self.tell(what, str(value))))
 
     def all_well(self, phase: str, error: Exception | None) -> None:
         """Tell the others how `phase` went here, and raise when it failed anywhere."""
@@ -136,7 +182,9 @@ class RankGroup:
         for rank in range(self.num_ranks):
             outcome = self._told(phase, rank)
             if outcome:
-                raise RankError(f"rank {rank} failed in {phase}: {outcome}")
+                failure = RankError(f"rank {rank} failed in {phase}: {outcome}")
+                failure.failed_rank = rank
+                raise failure
 
     def _told(self, phase: str, rank: int) -> str:
         key = f"{phase}/{rank}"
@@ -156,3 +204,7 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
             continue
         return timeout
     return timedelta(minutes=30)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

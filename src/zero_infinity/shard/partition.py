@@ -71,6 +71,9 @@ class Layout:
     spans: tuple[Span, ...]  # each rank's part
     stored: Span  # what this rank keeps of the parameters
     owned: Span  # what this rank updates
+    # Whether ranks store, and update, different parts. The same answer on every rank, also on one whose part is all.
+    is_stored_in_parts: bool
+    is_updated_in_parts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ class Sharding:
         padded = self.partition.padded(num_elements)
         spans = self.partition.spans(padded, number)
         whole, mine = Span(0, padded), spans[self.rank]
-        return Layout(padded, spans, mine if self.stage == 3 else whole, mine if self.stage >= 1 else whole)
+        stored, updated = self.partition.num_ranks > 1 and self.stage == 3, self.partition.num_ranks > 1 <= self.stage
+        return Layout(padded, spans, mine if stored else whole, mine if updated else whole, stored, updated)
 
 
 ONE_RANK = Sharding()

@@ -14,19 +14,25 @@ On an accelerator the bytes go by the backend's own collectives (NCCL); what is 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import AllToAllOptions
 from torch.distributed import Work
 
-from zero_infinity.errors import DivergenceError, LostRankError
+from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError
 from zero_infinity.shard.partition import Span
+from zero_infinity.trace import RANKS, Category, Trace
 
-_AGREEMENT, _DATA = 0, 1  # tags
+_AGREEMENT, _DATA, _CUT = 0, 1, 2  # tags
+_AT_ONCE = timedelta(milliseconds=1)
+# Of a thread that was told to end, for what it is in the middle of.
+_GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +42,6 @@ class Topic:
     kind: str
     number: int
     name: str
-
-
-class Channel(Protocol):
-    """What is used of torch's process group backends, whose stubs do not have it."""
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
-
-    def send(self, tensors: list[torch.Tensor], destination: int, tag: int, /) -> Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> Work: ...
-
-    def alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: AllToAllOptions, /
-    ) -> Work: ...
 
 
 class Traffic:
@@ -72,26 +62,84 @@ class Traffic:
             return dict(self._bytes), dict(self._calls)
 
 
+class Directory(Protocol):
+    """What is known of ranks and of what they exchange."""
+
+    def describe(self, rank: int) -> list[str]:
+        """What is known of a rank that is lost, and of others that have ended."""
+
+    def name_of(self, number: int) -> str:
+        """The name of what another rank wants."""
+
+    def note(self, text: str) -> None:
+        """Leave word of how this rank has fared."""
+
+
+class Connections(Protocol):
+    """A backend's, as far as they are used here: to every other rank."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+    def alltoall(self, into: list[torch.Tensor], sent: list[torch.Tensor], options: AllToAllOptions) -> Work: ...
+
+
 class Wire:
     """Exchanges of one thread with the same thread of every other rank."""
 
     def __init__(
         self,
-        control: Channel,
+        control: Connections,
         traffic: Traffic,
-        describe: Callable[[int], str],
-        topics: Callable[[int], str],
-        data: Channel | None = None,
+        directory: Directory,
+        data: Connections | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        self._control = control
+        self._control: Connections | None = control
         self._data = data  # of an accelerator; None: everything goes by the control group
         self._traffic = traffic
-        self._describe = describe  # what is known of a rank that is lost
-        self._topics = topics  # the name of what another rank wants
+        self._directory = directory
+        self._trace = trace
         self.rank = control.rank()
         self.num_ranks = control.size()
         self.peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         self._num_exchanges = 0
+
+    def cut(self) -> None:
+        """Break the connections: whoever waits on them, here or on another rank, gets an error at once."""
+        if self._control is None:
+            return
+        try:
+            # A wait that has timed out closes everything; gloo has no other way to be told.
+            self._control.recv([torch.empty(1)], self.peers[0], _CUT).wait(_AT_ONCE)
+        except RuntimeError:
+            return
+
+    def end(self, thread: threading.Thread, wake: Callable[[], None] | None = None) -> None:
+        """Wait for the end of the thread that uses the wire, which has been told to end.
+
+        The others may be about to exchange the same as it: it may go on while that gets anywhere. Then the wire is cut,
+        and `wake` is called, which is to end all its other waits.
+        """
+        if threading.current_thread() is thread:
+            return
+        before = -1
+        while before != self._num_exchanges:
+            before = self._num_exchanges
+            thread.join(_GRACE_SECONDS)
+            if not thread.is_alive():
+                return
+        self.cut()
+        if wake is not None:
+            wake()
+        thread.join(_GRACE_SECONDS)
+        if thread.is_alive():
+            raise StuckThreadError(thread.name)
+
+    def close(self) -> None:
+        """Give the connections back. Nobody may be waiting on them."""
+        self._control = None
 
     def agree(self, topic: Topic, say: Sequence[int] = ()) -> list[list[int]]:
         """Make sure that every rank is about to do the same, and hear what each has to say of it (by rank)."""
@@ -108,14 +156,16 @@ class Wire:
         """Each rank has its own span of each tensor in place, and gets all others."""
         own = [whole[spans[self.rank].start : spans[self.rank].stop] for whole, spans in wholes]
         theirs = {rank: [whole[spans[rank].start : spans[rank].stop] for whole, spans in wholes] for rank in self.peers}
+        start = time.perf_counter()
         self._exchange(dict.fromkeys(self.peers, own), theirs, _DATA, topic.name)
-        self._traffic.add(topic.kind, sum(part.nbytes for part in own) * len(self.peers))
+        self._note(topic, start, sum(part.nbytes for part in own) * len(self.peers))
 
     def spread(self, topic: Topic, whole: torch.Tensor) -> None:
         """Give every rank the values that the first one has."""
         if self.rank == 0:
+            start = time.perf_counter()
             self._exchange({rank: [whole] for rank in self.peers}, {}, _DATA, topic.name)
-            self._traffic.add(topic.kind, whole.nbytes * len(self.peers))
+            self._note(topic, start, whole.nbytes * len(self.peers))
         else:
             self._exchange({}, {0: [whole]}, _DATA, topic.name)
 
@@ -126,14 +176,22 @@ class Wire:
         """
         length = len(out)
         theirs = {rank: received[number, :length] for number, rank in enumerate(self.peers)}
+        start = time.perf_counter()
         self._exchange({r: [rows[r]] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _DATA, topic.name)
-        self._traffic.add(topic.kind, sum(rows[rank].nbytes for rank in self.peers))
+        self._note(topic, start, sum(rows[rank].nbytes for rank in self.peers))
         for rank in range(self.num_ranks):
             row = rows[rank] if rank == self.rank else theirs[rank]
             if rank == 0:
                 out.copy_(row)
             else:
                 out.add_(row)
+
+    def _note(self, topic: Topic, start: float, num_bytes: int) -> None:
+        """Something was exchanged."""
+        self._traffic.add(topic.kind, num_bytes)
+        if self._trace is not None:
+            name, seconds = f"{topic.name}: {topic.kind}", time.perf_counter() - start
+            self._trace.span(name, Category.COLLECTIVE, RANKS, start, seconds, num_bytes)
 
     def _exchange(
         self,
@@ -146,13 +204,15 @@ class Wire:
         if self._data is not None and tag == _DATA:
             self._exchange_on_accelerator(self._data, sent, received)
             return
-        try:
-            for rank, tensors in received.items():
-                works += [(rank, self._control.recv([t], rank, tag)) for t in tensors if t.numel()]
-            for rank, tensors in sent.items():
-                works += [(rank, self._control.send([t], rank, tag)) for t in tensors if t.numel()]
-        except RuntimeError as error:
-            raise self._lost(self.peers[0] if len(self.peers) == 1 else None, name, error) from error
+        control = self._control
+        if control is None:
+            raise EngineClosedError(f"the connections between ranks were closed before {name!r} was exchanged")
+        for start, parts in ((control.recv, received), (control.send, sent)):
+            for rank, tensors in parts.items():
+                try:
+                    works += [(rank, start([tensor], rank, tag)) for tensor in tensors if tensor.numel()]
+                except RuntimeError as error:
+                    raise self._lost(rank, name, error) from error
         for rank, work in works:
             try:
                 work.wait()
@@ -161,7 +221,7 @@ class Wire:
 
     def _exchange_on_accelerator(
         self,
-        group: Channel,
+        group: Connections,
         sent: Mapping[int, Sequence[torch.Tensor]],
         received: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
@@ -173,13 +233,13 @@ class Wire:
             group.alltoall(outputs, inputs, AllToAllOptions()).wait()
         torch.accelerator.current_stream().synchronize()
 
-    def _lost(self, rank: int | None, name: str, error: RuntimeError) -> LostRankError:
-        who = f"rank {rank}" if rank is not None else "another rank"
-        known = self._describe(rank) if rank is not None else ""
-        reason = str(error).partition("] ")[2] or str(error)
+    def _lost(self, rank: int, name: str, error: RuntimeError) -> LostRankError:
+        reason = (str(error).partition("] ")[2] or str(error)).splitlines()[0].partition(". This is")[0]
+        self._directory.note(f"failed, as rank {rank} did not answer while it was waiting for {name!r}")
+        known = "".join(f"\n  known: {line}" for line in self._directory.describe(rank))
         return LostRankError(
-            f"{who} did not answer while rank {self.rank} was waiting for {name!r}{known}\n"
-            f"  why:   {reason.splitlines()[0]}\n"
+            f"rank {rank} did not answer while rank {self.rank} was waiting for {name!r}\n"
+            f"  why:   {reason}{known}\n"
             "  fix:   see what that rank has printed; the same number of batches and the same calls on every rank"
         )
 
@@ -187,8 +247,9 @@ class Wire:
         wanted: dict[int, list[int]] = {}
         for rank, number in enumerate(numbers):
             wanted.setdefault(number, []).append(rank)
+        name_of = self._directory.name_of
         sides = "".join(
-            f"\n  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {self._topics(number)!r}"
+            f"\n  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {name_of(number)!r}"
             for number, ranks in sorted(wanted.items(), key=lambda item: item[1])
         )
         error = DivergenceError(

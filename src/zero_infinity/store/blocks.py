@@ -41,6 +41,7 @@ from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
 from zero_infinity.store.heap import HeapWatch
+from zero_infinity.trace import HOST, Trace
 from zero_infinity.units import format_bytes
 
 # How often a waiting thread looks for tensors that have died: their finalizers may not wake anyone.
@@ -65,8 +66,11 @@ class StoreCounters:
 class BlockStore:
     """Blocks over one pool of buffers and, for those whose home is NVMe, one engine."""
 
-    def __init__(self, pool: BufferPool, engine: Engine | None = None, *, verify: bool = False) -> None:
+    def __init__(
+        self, pool: BufferPool, engine: Engine | None = None, *, verify: bool = False, trace: Trace | None = None
+    ) -> None:
         self.pool = pool
+        self.trace = trace
         self.engine = engine
         self.heap = HeapWatch(pool)
         self._verify = verify
@@ -424,6 +428,8 @@ class BlockStore:
         block.visits.popleft()
         self._notify()
         buffer.release()
+        if self.trace is not None:
+            self.trace.held(HOST, time.perf_counter(), self.pool.held_bytes)
 
     def _submit_write(self, block: Block, priority: Priority) -> None:
         buffer = self._present_buffer(block)
@@ -447,7 +453,7 @@ class BlockStore:
             raise UsageError(f"block {block.name!r} has no home on NVMe")
         self._in_flight += 1
         try:
-            block.ticket = self.engine.submit(direction, memory, block.offset, priority)
+            block.ticket = self.engine.submit(direction, memory, block.offset, priority, block.name)
         except ZeroInfinityError as error:
             done(block, error)
             return
@@ -456,6 +462,8 @@ class BlockStore:
     # ------------------------------------------------------------------ inside, called back without the lock
 
     def _granted(self, block: Block, visit: Visit, buffer: Buffer) -> None:
+        if self.trace is not None:
+            self.trace.held(HOST, time.perf_counter(), self.pool.held_bytes)
         with self._changed:
             visit.request = None
             if block.visits[0] is not visit:
@@ -538,19 +546,21 @@ class BlockStore:
             yield memory
         finally:
             with self._changed:
-                self._busy -= Counter({thread: 1})
+                _uncount(self._busy, thread)
                 self._notify()
 
     def _wait(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool = False) -> None:
         """Wait for `condition`; `unless_failed`: return after an error of the store instead of raising it."""
         thread = threading.get_ident()
         with self._changed:
+            if self._error is None and condition(block):
+                return  # most often: nothing to wait for
             self._waiting[thread] += 1
         try:
             self._poll(block, condition, unless_failed=unless_failed)
         finally:
             with self._changed:
-                self._waiting -= Counter({thread: 1})
+                _uncount(self._waiting, thread)
 
     def _poll(self, block: Block, condition: Callable[[Block], bool], *, unless_failed: bool) -> None:
         idle_since, last_event = time.monotonic(), -1
@@ -590,3 +600,10 @@ class BlockStore:
             f"{format_bytes(self.pool.budget)} are free and nothing in flight will free more{held}\n"
             "  fix:   drop the tensors that refer to these blocks, or give more memory"
         )
+
+
+def _uncount(counts: Counter[int], key: int) -> None:
+    """One less; those that count nothing leave."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

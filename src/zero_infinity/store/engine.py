@@ -88,8 +88,13 @@ class Engine(Protocol):
     def reserve(self, num_bytes: int) -> int:
         """Grow the address space by `num_bytes` (rounded up to ALIGNMENT); return the offset of the new part."""
 
-    def submit(self, direction: Direction, memory: memoryview, offset: int, priority: Priority) -> Ticket:
-        """Start a transfer between `memory` and `offset`. `memory` must stay alive until the ticket is done."""
+    def submit(
+        self, direction: Direction, memory: memoryview, offset: int, priority: Priority, name: str = ""
+    ) -> Ticket:
+        """Start a transfer between `memory` and `offset`. `memory` must stay alive until the ticket is done.
+
+        `name`: whose bytes they are, for a trace.
+        """
 
     def describe(self, offset: int) -> str:
         """Where the byte at `offset` lies ("/mnt/nvme/... at 4096"), for error messages."""

@@ -22,6 +22,7 @@ from zero_infinity.store.device import Device
 from zero_infinity.store.engine import ALIGNMENT, Counters, Direction, Priority
 from zero_infinity.store.transfer_queue import Transfer
 from zero_infinity.store.workshop import Workshop
+from zero_infinity.trace import Trace
 
 NUM_THREADS = 4
 REQUEST_BYTES = 8 << 20
@@ -30,14 +31,20 @@ REQUEST_BYTES = 8 << 20
 class QueuedEngine:
     """An `Engine` over any `Device`, which it owns: closing the engine closes the device."""
 
-    def __init__(self, device: Device, num_threads: int = NUM_THREADS, request_bytes: int = REQUEST_BYTES) -> None:
+    def __init__(
+        self,
+        device: Device,
+        num_threads: int = NUM_THREADS,
+        request_bytes: int = REQUEST_BYTES,
+        trace: Trace | None = None,
+    ) -> None:
         if num_threads < 1:
             raise ConfigError(f"num_threads must be 1 or more, not {num_threads}")
         if request_bytes < 1 or request_bytes % ALIGNMENT:
             raise ConfigError(f"request_bytes must be a multiple of {ALIGNMENT} above 0, not {request_bytes}")
         self._request_bytes = request_bytes
         self._device = device
-        self._workshop = Workshop(device, num_threads)
+        self._workshop = Workshop(device, num_threads, trace)
         self._threads = [
             threading.Thread(target=self._workshop.work, name=f"zero-infinity-io-{index}", daemon=True)
             for index in range(num_threads)
@@ -64,13 +71,15 @@ class QueuedEngine:
                 self._device.extend(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
         return offset
 
-    def submit(self, direction: Direction, memory: memoryview, offset: int, priority: Priority) -> QueuedTicket:
+    def submit(
+        self, direction: Direction, memory: memoryview, offset: int, priority: Priority, name: str = ""
+    ) -> QueuedTicket:
         """Queue a transfer between `memory` and `offset`. `memory` must stay alive until the ticket is done."""
         self._workshop.check_process()
         if memory.format != "B" or memory.ndim != 1 or not memory.c_contiguous:
             memory = memory.cast("B")
         self._check(direction, memory, offset)
-        transfer = Transfer(direction, memory, offset, priority, self._split(offset, len(memory)))
+        transfer = Transfer(direction, memory, offset, priority, self._split(offset, len(memory)), name)
         self._workshop.queue.submit(transfer)
         return QueuedTicket(self._workshop, transfer)
 

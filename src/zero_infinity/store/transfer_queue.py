@@ -43,6 +43,7 @@ class Transfer:
         "finished",
         "in_flight",
         "memory",
+        "name",
         "next_request",
         "num_blockers",
         "offset",
@@ -60,7 +61,9 @@ class Transfer:
         offset: int,
         priority: Priority,
         requests: list[tuple[int, int]],
+        name: str = "",
     ) -> None:
+        self.name = name  # for a trace
         self.direction = direction
         self.memory: memoryview | None = memory  # dropped at the end, so that a ticket keeps no buffer alive
         self.offset = offset

@@ -23,6 +23,7 @@ from zero_infinity.errors import TransferError, UsageError
 from zero_infinity.store.device import Device
 from zero_infinity.store.engine import Direction
 from zero_infinity.store.transfer_queue import Transfer, TransferQueue
+from zero_infinity.trace import STORAGE, Category, Trace
 from zero_infinity.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,12 @@ _HINTS = {
 class Workshop:
     """What the workers share: the queue, the device, and the way a request goes from one to the other."""
 
-    def __init__(self, device: Device, num_workers: int) -> None:
+    def __init__(self, device: Device, num_workers: int, trace: Trace | None = None) -> None:
         self.queue = TransferQueue()
         self.pid = os.getpid()
         self.reserving = threading.Lock()  # the device grows in one thread at a time, and not while it closes
         self._device = device
+        self._trace = trace
         self._num_workers = num_workers
         self._num_left = num_workers
         self._identities: set[int] = set()
@@ -107,7 +109,11 @@ class Workshop:
         transfer, index = taken
         began = perf_counter()
         error = self._try_move(transfer, index)
-        self.settle(self.queue.complete(transfer, index, perf_counter() - began, error))
+        seconds = perf_counter() - began
+        if self._trace is not None and error is None:
+            category = Category.FETCH if transfer.direction is Direction.READ else Category.WRITE_BACK
+            self._trace.span(transfer.name, category, STORAGE, began, seconds, transfer.requests[index][1])
+        self.settle(self.queue.complete(transfer, index, seconds, error))
         return True
 
     def _try_move(self, transfer: Transfer, index: int) -> BaseException | None:

@@ -65,6 +65,9 @@ class ByteBatches:
     seq: int
     seed: int = 0
     position: int = 0
+    # Of several ranks each takes its own slice of the batch that one alone would take, of `num_ranks * batch`.
+    rank: int = 0
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.text.num_bytes < self.seq + 1:
@@ -82,8 +85,9 @@ class ByteBatches:
         choice = random.Random(f"{self.seed}/{self.position}")
         last = self.text.num_bytes - self.seq - 1
         windows = bytearray()
-        for _ in range(self.batch):
-            windows += self.text.read(choice.randint(0, last), self.seq + 1)
+        starts = [choice.randint(0, last) for _ in range(self.num_ranks * self.batch)]
+        for start in starts[self.rank * self.batch : (self.rank + 1) * self.batch]:
+            windows += self.text.read(start, self.seq + 1)
         tokens = torch.frombuffer(windows, dtype=torch.uint8).view(self.batch, self.seq + 1).long()
         self.position += 1
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

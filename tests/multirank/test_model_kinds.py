@@ -1,0 +1,37 @@
+"""Every model, world size, stage and home: the bits of a plain run that sums in the order of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.multirank import LEAST, Job, check, steps
+
+
+def homes(directory: Path) -> dict[str, dict[str, Any]]:
+    return {"ram": {"memory": "8MiB"}, "nvme": {"memory": LEAST, "nvme": directory}}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_stage_and_home_of_the_mlp(num_ranks: int, tmp_path: Path) -> None:
+    where = homes(tmp_path)
+    check([Job(steps, settings={"stage": s, **where[home]}) for home in where for s in range(4)], num_ranks)
+
+
+# Every size, stage and home for each model, without the whole product.
+PAIRS = {
+    1: [(3, "nvme")],
+    2: [(0, "ram"), (3, "nvme")],
+    3: [(1, "nvme"), (2, "ram")],
+    4: [(2, "nvme"), (3, "ram")],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks"),
+    [("mlp", 1), *((model, n) for model in ("gpt2", "llama", "t5", "mixtral", "conv") for n in PAIRS)],
+)
+def test_models(model: str, num_ranks: int, tmp_path: Path) -> None:
+    where = homes(tmp_path)
+    check([Job(steps, model, settings={"stage": stage, **where[home]}) for stage, home in PAIRS[num_ranks]], num_ranks)
