@@ -21,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from zero_infinity.config import ConfigWarning
 from zero_infinity.interrupts import held
+from zero_infinity.runtime.ordinary import ordinary_tensors
 from zero_infinity.runtime.replicas import Replicas
 from zero_infinity.runtime.shelf import Shelf, Slot
 from zero_infinity.units import format_bytes
@@ -65,7 +66,7 @@ class SavedView:
 
     def restore(self) -> torch.Tensor:
         """The tensor that was saved."""
-        with held(), torch.no_grad():
+        with held(), ordinary_tensors(), torch.no_grad():
             memory = self._activations.unpack(self._kept)
             return memory.view(self._dtype).as_strided(self._size, self._stride, self._offset)
 
@@ -90,7 +91,7 @@ class Activations:
         storage = tensor.untyped_storage()
         if storage.nbytes() < _SMALL_BYTES or storage.nbytes() % tensor.itemsize:
             return None
-        with held(), self._lock, torch.no_grad():
+        with held(), self._lock, ordinary_tensors(), torch.no_grad():
             self._collect()
             key = (storage._cdata, tensor._version)
             known = self._known.get(key)

@@ -218,6 +218,7 @@ class TrainingEngine:
         self._make_chunks()
         self.keeper = RecordKeeper(self.residency, self.records, self._wires.steps if self._wires is not None else None)
         self._updater = Updater(self.store, shares_cores=self._accelerator is None, recording=self.residency.recording)
+        self.residency.before_wait = self._updater.take_over
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
         for unit in self.units:

@@ -22,13 +22,12 @@ import torch
 from torch import nn
 from torch._C import _autograd
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held, through
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.dtensors import around, is_distributed, local_of
+from zero_infinity.runtime.ordinary import ordinary_tensors
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 
 # Dead storages that may be remembered beyond as many as are alive.
@@ -124,7 +123,7 @@ class Exposure:
         if flat is not None and unit.the_source().current(unit):
             return flat
         # The user may be inside inference_mode, a FakeTensorMode or a torch.func transform; what we make is ordinary.
-        with _ordinary_tensors():
+        with ordinary_tensors():
             flat = unit.the_source().acquire(unit)
         unit.alive = weakref.ref(flat)
         self._remember(flat.untyped_storage(), unit)
@@ -161,7 +160,7 @@ class Exposure:
             parameter.num_exposures -= 1
             self._num_exposed -= 1
             if not parameter.num_exposures:
-                with _ordinary_tensors():
+                with ordinary_tensors():
                     self._keep_edits(parameter)
                     parked.park(parameter)
             unit = parameter.unit
@@ -231,7 +230,7 @@ class Exposure:
         self._num_exposed += 1
         parameter.num_exposures += 1
         if parameter.num_exposures == 1:
-            with _ordinary_tensors():
+            with ordinary_tensors():
                 parked.show(parameter, parameter.of(unit.flat), watched=watched)
                 parameter.exposed_version = parameter.parameter._version
                 if put_there is not None:
@@ -313,7 +312,7 @@ class Exposure:
             # An autograd.Function gets parameters as they are, and may save them so; or the user has put another tensor
             # in the place of the exposed one.
             if parameter.num_exposures:
-                with _ordinary_tensors():
+                with ordinary_tensors():
                     self._keep_edits(parameter)
             return Handle(parameter, parameter.shape, parameter.stride, parameter.offset, spec=spec)
 
@@ -402,13 +401,3 @@ def outer_pack() -> Callable[..., Any] | None:
 
 def _ignore(*_: Any, **__: Any) -> None:
     return None
-
-
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if not transformed and not torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack():
-        yield
-        return
-    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), _disable_current_modes():
-        yield

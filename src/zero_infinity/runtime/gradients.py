@@ -87,6 +87,7 @@ class Gradients:
                 "step's" + _TORN
             )
         self.cycle.read(unit)
+        self._updater.help()
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
         """Autograd has put a gradient on the parameter."""
@@ -96,6 +97,7 @@ class Gradients:
         if gradient is None:
             return
         self._follow_backward()
+        self._updater.help()
         self.take(parameter, gradient)
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
@@ -197,9 +199,8 @@ class Gradients:
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
         if self._outstanding_bytes + num_bytes > self._reserve:
-            start = time.perf_counter()
-            self._updater.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
-            self._residency.waited(room_for(unit), start)
+            with self._residency.waiting(room_for(unit)):
+                self._updater.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
         if self._outstanding_bytes + num_bytes > self._reserve:
             for waiting in self._waiting.values():
                 for parameter, flat in waiting.items():
