@@ -24,6 +24,7 @@ from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked, recompute
 from zero_infinity.runtime.accelerator import CpuPlace, Place
+from zero_infinity.runtime.activations import Activations
 from zero_infinity.runtime.alternatives import Watch
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
@@ -182,7 +183,13 @@ class TrainingEngine:
         # Units that are about to be replaced are still there while their successors move in.
         old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
         free = budget - copies - old - 2 * self._bucket_bytes
-        self.placement = place(self._sizes, free, at_once, nvme=bool(config.nvme))
+        self.placement = place(
+            self._sizes, free, at_once, nvme=bool(config.nvme), activations=bool(config.offload_activations)
+        )
+        # Where nothing leaves memory, saved tensors may take what is left of it.
+        self._room_for_activations = (
+            self.placement.cache - self.placement.least if config.nvme else free - self.placement.needed
+        )
         return copies
 
     def _build(self, model: nn.Module, copies: int, replaced: list[Unit]) -> None:
@@ -201,6 +208,10 @@ class TrainingEngine:
         self.residency.before_wait = self._updater.take_over
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
+        home = Home.NVME if self.config.nvme else Home.RAM
+        self.activations = (
+            Activations(self.residency, home, self._room_for_activations) if self.config.offload_activations else None
+        )
         for unit in self.units:
             self._write_masters(unit)
         for unit in new_units:
@@ -375,6 +386,9 @@ class TrainingEngine:
         """From here on, see every read, change and gradient."""
         self._change_source([unit for unit in self.units if unit.source is not self._cache])
         self.host.training = self
+        if self.activations is not None:
+            self.host.exposure.keep_saved = self.activations.pack
+            self.host.exposure.keeps_all = self.config.offload_activations == "all"
         self.host.exposure.on_read = self.gradients.on_read if self._recording is None else self._recorded_read
         self.host.exposure.on_edit = self._edited
         for managed in self._managed.values():
@@ -382,7 +396,7 @@ class TrainingEngine:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
         hooks.attach(model, self.host.exposure, owners, self._recording)
-        recompute.attach(self._recomputed)
+        recompute.attach(self._recomputed, self.host.exposure if self.activations is not None else None)
         self._watch_alternatives(model, owners)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
         computed = {u.compute_dtype for u in self.units}
@@ -485,6 +499,8 @@ class TrainingEngine:
         self._unmanaged.step(factors)
         for source in {unit.the_source() for unit in self.units}:
             source.end_cycle(same_order=self.gradients.same_order)
+        if self.activations is not None:
+            self.activations.end_cycle()
         self._num_steps += 1
         if self.ranks is not None:
             self.ranks.num_steps = self._num_steps
@@ -636,6 +652,7 @@ class TrainingEngine:
             optimizer_bytes=sum(size.record for size in self._sizes),
             bucket_bytes=2 * self._bucket_bytes,
             copy_bytes=self._copy_bytes,
+            activation_bytes=self.activations.block_bytes if self.activations is not None else 0,
             sent_bytes=sent,
             num_exchanges=calls,
         )

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -64,6 +64,12 @@ class Handle:
         return torch._neg_view(tensor) if negated else tensor
 
 
+class Restorable(Protocol):
+    """What is held in the place of a saved tensor that is kept elsewhere."""
+
+    def restore(self) -> torch.Tensor: ...
+
+
 class _Delegated:
     """A saved tensor packed by the hooks that were on top before ours."""
 
@@ -86,6 +92,10 @@ class Exposure:
         # By address. Some have died: a finalizer would be one more place for an interrupt to strike.
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
         self._forget_dead_at = _DEAD_STORAGES
+        # Set when training is prepared with saved tensors to be kept in blocks: who keeps them, and which.
+        self.keep_saved: Callable[[torch.Tensor], Restorable | None] = _ignore
+        self.keeps_all = False
+        self.num_keeping = 0  # blocks being called whose inputs are kept
         self._num_exposed = 0
         self._thread = 0
         self.num_copying = 0  # state_dicts being made
@@ -314,11 +324,31 @@ class Exposure:
         handle = self.handle_for(tensor)
         if handle is not None:
             return handle
+        if self.keeps_all or self.num_keeping:
+            kept = self.keep_saved(tensor)
+            if kept is not None:
+                return kept
         # A node that saves its own output and gets it back here would keep itself alive, out of the collector's sight.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
+    @contextmanager
+    def keeping_saved(self) -> Iterator[None]:
+        """Inside, tensors that no other hooks want are kept by `keep_saved`."""
+        with held():
+            pushed = self.push_hooks()
+            self.num_keeping += 1
+            try:
+                with through():
+                    yield
+            finally:
+                self.num_keeping -= 1
+                if pushed:
+                    _autograd._pop_saved_tensors_default_hooks()
+
     def _unpack(self, packed: Any) -> torch.Tensor:
-        return self.restore(packed) if isinstance(packed, Handle) else packed
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return self.restore(packed) if isinstance(packed, Handle) else packed.restore()
 
 
 class _ComposedHooks:

@@ -42,6 +42,13 @@ class Residency:
             self._blocks[block.key] = block
             self.policy.add(block.key, block.held_bytes)
 
+    def remove(self, block: Block) -> None:
+        """Drop a block that the recorded order does not mention; it must not be used again."""
+        with self._lock:
+            self.expire(block)
+            self._blocks.pop(block.key, None)
+        self.store.drop(block)
+
     def limit(self, budget: int, lookahead: int) -> None:
         """From now on the blocks may take `budget` bytes together; what is over that leaves."""
         with self._lock:
