@@ -118,6 +118,52 @@ def test_an_input_that_is_changed_in_place_is_another_one(how: dict[str, Any], t
     assert_identical(run_plain(only_layers, script, adamw), run_prepared(only_layers, script, adamw, config))
 
 
+class Cells(nn.Module):
+    """Cells whose gates are parts of one storage, and not views of each other, changed in place one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRUCell(32, 32)
+        self.lstm = nn.LSTMCell(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gru(x)
+        return self.lstm(hidden, (hidden, hidden))[0]
+
+
+def test_tensors_that_share_a_storage_without_being_views(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"offload_activations": "all"}
+    config = zi.Config(memory="512KiB", nvme=tmp_path, **how)
+    script = training(vectors(), mean_square)
+    outcome = run_prepared(Cells, script, adamw, config)
+    assert_identical(run_plain(Cells, script, adamw), outcome)
+    assert outcome.stats is not None
+    assert outcome.stats.activation_bytes > 0
+
+
+def test_views_of_one_tensor_are_stored_once(tmp_path: Path) -> None:
+    """Queries, keys and values that one matrix makes."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).split(32, -1))
+            return (q * k * v).exp()
+
+    config = zi.Config(memory="512KiB", nvme=tmp_path, offload_activations="all")
+    batch = sequences(32, 8, 4)
+    script = training(batch, mean_square)
+    outcome = run_prepared(Attention, script, adamw, config)
+    assert_identical(run_plain(Attention, script, adamw), outcome)
+    assert outcome.stats is not None
+    one = 4 * 8 * 32 * 4
+    # The batch, the three parts in one, q * k, the output; and what the loss saves.
+    assert outcome.stats.activation_bytes == one * (1 + 3 + 1 + 1)
+
+
 def test_without_gradients_nothing_is_kept(tmp_path: Path) -> None:
     model, _ = zi.prepare(*made(only_layers), zi.Config(memory="4MiB", nvme=tmp_path, offload_activations="all"))
     with torch.no_grad():

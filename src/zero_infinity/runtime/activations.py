@@ -1,7 +1,9 @@
 """Tensors that autograd has saved, kept elsewhere until backward wants them.
 
-- What is copied is the whole storage, once for each version of it: views of it, and several operations that have saved
-  it, share the copy. Where it goes is a shelf's business: blocks of the store, or an arena.
+- What is copied is a *root* (the tensor that others are views of), once for each version of it: views of it, and
+  several operations that have saved it, share the copy. Not the storage: tensors that share one without being views of
+  each other (`unsafe_chunk`, in recurrent cells) have versions of their own.
+- Where it goes is a shelf's business: blocks of the store, or an arena.
 - Of what ranks hold replicas of (`Replicas`) each keeps its part, and unpacking puts the parts together.
 - Unpacking copies the bytes into torch's memory and gives their room back. A graph that is retained holds that tensor.
 - A graph that dies without a backward gives its room back when the next tensor comes, or at the step.
@@ -24,16 +26,17 @@ from zero_infinity.interrupts import held
 from zero_infinity.runtime.ordinary import ordinary_tensors
 from zero_infinity.runtime.replicas import Replicas
 from zero_infinity.runtime.shelf import Shelf, Slot
+from zero_infinity.shard.partition import Span
 from zero_infinity.units import format_bytes
 
-# A storage of fewer bytes is not worth a request.
+# A tensor of fewer bytes is not worth a request.
 _SMALL_BYTES = 64 * 1024
-# Dead storages that may be remembered beyond as many as are alive.
-_DEAD_STORAGES = 64
+# Dead roots that may be remembered beyond as many as are alive.
+_DEAD_ROOTS = 64
 
 
 class _Kept:
-    """The bytes of one storage: on a shelf (all, or this rank's part), or unpacked in memory."""
+    """The bytes of one root: on a shelf (all, or this rank's part), or unpacked in memory."""
 
     __slots__ = ("__weakref__", "device", "memory", "num_bytes", "replicas", "slot")
 
@@ -58,11 +61,11 @@ class SavedView:
 
     __slots__ = ("_activations", "_dtype", "_kept", "_offset", "_size", "_stride")
 
-    def __init__(self, activations: Activations, kept: _Kept, tensor: torch.Tensor) -> None:
+    def __init__(self, activations: Activations, kept: _Kept, tensor: torch.Tensor, offset: int) -> None:
         self._activations = activations
         self._kept = kept
         self._dtype = tensor.dtype
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), offset
 
     def restore(self) -> torch.Tensor:
         """The tensor that was saved."""
@@ -80,28 +83,31 @@ class Activations:
         self._lock = threading.RLock()
         self._alive: dict[Slot, _KeptRef] = {}
         self._dead: deque[weakref.ref[_Kept]] = deque()
-        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Kept]]] = {}
-        self._forget_dead_at = _DEAD_STORAGES
+        self._known: dict[tuple[int, int, Span], tuple[weakref.ref[torch.Tensor], weakref.ref[_Kept]]] = {}
+        self._forget_dead_at = _DEAD_ROOTS
         self._has_warned = False
 
     def pack(self, tensor: torch.Tensor, *, is_input: bool) -> SavedView | None:
         """Keep what is saved; None when it had better stay where it is. `is_input`: of a recomputed block."""
         if not _is_plain(tensor):
             return None
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < _SMALL_BYTES or storage.nbytes() % tensor.itemsize:
+        root = tensor._base if tensor._base is not None else tensor
+        whole, mine = _extent(root), _extent(tensor)
+        if len(whole) < _SMALL_BYTES or mine.overlap(whole.start, whole.stop) != mine:
+            return None
+        if len(whole) % tensor.itemsize or (mine.start - whole.start) % tensor.itemsize:
             return None
         with held(), self._lock, ordinary_tensors(), torch.no_grad():
             self._collect()
-            key = (storage._cdata, tensor._version)
+            key = (id(root), tensor._version, whole)
             known = self._known.get(key)
-            kept = known[1]() if known is not None and known[0]() is storage else None
+            kept = known[1]() if known is not None and known[0]() is root else None
             if kept is None:
-                kept = self._keep(storage, tensor.device, self._replicas if is_input else None)
+                kept = self._keep(_bytes_of(root, whole), self._replicas if is_input else None)
                 if kept is None:
                     return None
-                self._remember(key, storage, kept)
-            return SavedView(self, kept, tensor)
+                self._remember(key, root, kept)
+            return SavedView(self, kept, tensor, (mine.start - whole.start) // tensor.itemsize)
 
     def unpack(self, kept: _Kept) -> torch.Tensor:
         """The bytes that were kept, in memory of torch's."""
@@ -128,8 +134,7 @@ class Activations:
             self._collect()
             self.shelf.end_cycle()
 
-    def _keep(self, storage: torch.UntypedStorage, device: torch.device, replicas: Replicas | None) -> _Kept | None:
-        data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    def _keep(self, data: torch.Tensor, replicas: Replicas | None) -> _Kept | None:
         num_bytes = data.nbytes
         if replicas is not None:
             replicas.check_same(data)
@@ -142,7 +147,7 @@ class Activations:
                 return None
             # Other ranks have let go of this part: it stays in torch's memory, and only it.
             slot = _InMemory(data.clone())
-        kept = _Kept(slot, num_bytes, device, replicas)
+        kept = _Kept(slot, num_bytes, data.device, replicas)
         alive = _KeptRef(kept, self._dead.append)
         alive.slot = slot
         self._alive[slot] = alive
@@ -156,11 +161,12 @@ class Activations:
                 del self._alive[dead.slot]
                 dead.slot.drop()
 
-    def _remember(self, key: tuple[int, int], storage: torch.UntypedStorage, kept: _Kept) -> None:
+    def _remember(self, key: tuple[int, int, Span], root: torch.Tensor, kept: _Kept) -> None:
         if len(self._known) >= self._forget_dead_at:
-            self._known = {k: known for k, known in self._known.items() if known[0]() and known[1]()}
-            self._forget_dead_at = 2 * len(self._known) + _DEAD_STORAGES
-        self._known[key] = (weakref.ref(storage), weakref.ref(kept))
+            alive = (item for item in self._known.items() if item[1][0]() is not None and item[1][1]() is not None)
+            self._known = dict(alive)
+            self._forget_dead_at = 2 * len(self._known) + _DEAD_ROOTS
+        self._known[key] = (weakref.ref(root), weakref.ref(kept))
 
     def _warn_of_room(self, num_bytes: int) -> None:
         if not self._has_warned:
@@ -187,6 +193,20 @@ class _InMemory:
 
     def drop(self) -> None:
         """The memory goes with the object."""
+
+
+def _extent(tensor: torch.Tensor) -> Span:
+    """From its first byte to its last one, in its storage."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return Span(start, start)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Span(start, start + (last + 1) * tensor.itemsize)
+
+
+def _bytes_of(root: torch.Tensor, extent: Span) -> torch.Tensor:
+    storage = root.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=root.device).set_(storage)[extent.start : extent.stop]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
