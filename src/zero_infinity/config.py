@@ -25,7 +25,7 @@ from zero_infinity.units import format_bytes, parse_bytes
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 Update: TypeAlias = Literal["auto", "after_backward"]
-OffloadActivations: TypeAlias = Literal[False, True, "all"]
+OffloadActivations: TypeAlias = Literal[False, True, "all", "arena"]
 Partition: TypeAlias = Literal["spread", "owner"]
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -57,7 +57,8 @@ class Config:
         backward; k does so for every k-th block, beginning with the first (the others keep everything).
     checkpoint_modules: the blocks' class or class name, or several; empty: found by themselves. See docs.
     offload_activations: True keeps the inputs of those blocks on the same tiers and in the same budget as everything
-        else; "all": every saved tensor of 64 KiB or more that is no parameter's, also without checkpoints.
+        else; "all": every saved tensor of 64 KiB or more that is no parameter's, also without checkpoints; "arena": the
+        inputs of those blocks, in one piece of memory where they are computed, outside of the budget.
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
         it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.
@@ -129,9 +130,10 @@ class Config:
                 "checkpoint_modules says which blocks, but checkpoint_activations is False\n"
                 "  fix:   checkpoint_activations=True, or leave checkpoint_modules out"
             )
-        if values["offload_activations"] is True and not values["checkpoint_activations"]:
+        if values["offload_activations"] in (True, "arena") and not values["checkpoint_activations"]:
             raise ConfigError(
-                "offload_activations=True is about the inputs of recomputed blocks; checkpoint_activations is False\n"
+                f"offload_activations={values['offload_activations']!r} is about the inputs of recomputed blocks; "
+                "checkpoint_activations is False\n"
                 '  fix:   checkpoint_activations=True, or offload_activations="all"'
             )
         for name, value in values.items():

@@ -34,13 +34,16 @@ from torch.utils._pytree import tree_leaves
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
+from zero_infinity.plan.infinity import Transformer
 from zero_infinity.runtime import activations
 
 BOTH: list[dict[str, Any]] = [
     {"checkpoint_activations": True, "offload_activations": True},
     {"offload_activations": "all"},
     {"checkpoint_activations": 2, "offload_activations": "all"},
+    {"checkpoint_activations": True, "offload_activations": "arena"},
 ]
+NAMES = ["checkpoints", "all", "mixed", "arena"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +57,14 @@ def room(make: Callable[[], nn.Module], setting: Setting, **config: Any) -> int:
     return budget_bytes(make, adamw, setting, **config) + (64 << 10)
 
 
-@pytest.mark.parametrize("how", BOTH, ids=["checkpoints", "all", "mixed"])
-@pytest.mark.parametrize("setting", [FITS_RAM, FITS, HALF, MINIMAL], ids=str)
+# Which of them at which budget, for every model.
+HOMES = [(0, FITS_RAM), (0, FITS), (0, MINIMAL), (1, FITS_RAM), (1, HALF), (1, MINIMAL), (2, MINIMAL), (3, HALF)]
+
+
+@pytest.mark.parametrize(("which", "setting"), HOMES, ids=[f"{NAMES[which]}-{setting}" for which, setting in HOMES])
 @pytest.mark.parametrize("name", [*BLOCKS])
-def test_same_bits(name: str, setting: Setting, how: dict[str, Any], tmp_path: Path) -> None:
-    case = BLOCKS[name]
+def test_same_bits(name: str, which: int, setting: Setting, tmp_path: Path) -> None:
+    case, how = BLOCKS[name], BOTH[which]
     script = training(case.batch, case.loss, num_steps=3)
     config = zi.Config(memory=room(case.make, setting, **how), nvme=tmp_path if setting.nvme else None, **how)
     outcome = run_prepared(case.make, script, adamw, config)
@@ -67,10 +73,12 @@ def test_same_bits(name: str, setting: Setting, how: dict[str, Any], tmp_path: P
     assert outcome.stats.activation_bytes > 0
 
 
-@pytest.mark.parametrize("how", BOTH, ids=["checkpoints", "all", "mixed"])
-def test_nothing_is_kept_where_there_is_no_room(how: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", BOTH[:3], ids=NAMES[:3])
+def test_where_there_is_no_room_it_is_said_once(how: dict[str, Any], tmp_path: Path) -> None:
     case = BLOCKS["gpt2"]
-    compare(case.make, training(case.batch, case.loss), adamw, MINIMAL, tmp_path, **how)
+    with pytest.warns(zi.ConfigWarning, match="stays outside of the memory budget.*\n  fix: ") as found:
+        compare(case.make, training(case.batch, case.loss), adamw, MINIMAL, tmp_path, **how)
+    assert len(found) == 1
 
 
 def test_graphs_that_are_used_twice_or_never(tmp_path: Path) -> None:
@@ -88,6 +96,26 @@ def test_graphs_that_are_used_twice_or_never(tmp_path: Path) -> None:
     for how in BOTH:
         config = zi.Config(memory=room(only_layers, HALF, **how), nvme=tmp_path, update="after_backward", **how)
         assert_identical(run_plain(only_layers, script, adamw), run_prepared(only_layers, script, adamw, config))
+
+
+@pytest.mark.parametrize("how", BOTH, ids=NAMES)
+def test_an_input_that_is_changed_in_place_is_another_one(how: dict[str, Any], tmp_path: Path) -> None:
+    """While the graph of its old value is still there, and is used or not."""
+
+    def script(run: Run) -> None:
+        x = vectors()(0)
+        for _ in range(3):
+            old = mean_square(run.model, x)
+            with torch.no_grad():
+                x.add_(1)
+            loss = mean_square(run.model, x)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.log(loss, old)
+
+    config = zi.Config(memory=room(only_layers, HALF, **how), nvme=tmp_path, **how)
+    assert_identical(run_plain(only_layers, script, adamw), run_prepared(only_layers, script, adamw, config))
 
 
 def test_without_gradients_nothing_is_kept(tmp_path: Path) -> None:
@@ -155,8 +183,68 @@ def test_held_bytes_do_not_grow_with_depth(tmp_path: Path) -> None:
         held_after_forward(depth, tmp_path, checkpoint_activations=True, offload_activations=True)
         for depth in (4, 8, 16)
     ]
-    # The output; and the batch, over which the copying of it has made a tensor.
-    assert offloaded == [2 * one, 2 * one, 2 * one]
+    # The output.
+    assert offloaded == [one, one, one]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("depth", [4, 8])
+def test_bytes_are_those_of_the_equation(depth: int, interval: int, tmp_path: Path) -> None:
+    """2 * bsz * seq * hd * nl / ci, in 16 bits."""
+    batch, seq, hidden = 4, 16, 64
+    equation = Transformer(depth, hidden, heads=1, seq=seq, interval=interval).checkpoint_bytes(batch)
+    for offload in (True, "arena"):
+        config = zi.Config(memory="512KiB", nvme=tmp_path, checkpoint_activations=interval, offload_activations=offload)
+        model, optimizer = zi.prepare(*made(lambda: only_layers(depth, hidden).bfloat16()), config)
+        for number in range(2):
+            mean_square(model, sequences(hidden, seq, batch)(number).bfloat16()).backward()
+            optimizer.step()
+        assert zi.stats(model).activation_bytes == equation
+
+
+def test_back_in_reverse_order_ahead_of_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    depth = 8
+    model, optimizer = zi.prepare(
+        *made(lambda: only_layers(depth, 64)),
+        zi.Config(memory="256KiB", nvme=tmp_path, checkpoint_activations=True, offload_activations=True),
+    )
+    residency = engine_of(model).residency
+    seen: list[tuple[int, bool, bool]] = []
+    access = residency.access
+
+    def watched(block: Any) -> None:
+        if block.name == "a saved tensor":
+            seen.append((block.key, block.has_content, block.key in residency.policy))
+        access(block)
+
+    monkeypatch.setattr(residency, "access", watched)
+    for _ in range(5):
+        seen.clear()
+        read = zi.stats(model).bytes_read
+        mean_square(model, sequences(64, 16, 4)(0)).backward()
+        optimizer.step()
+    written = [key for key, has_content, _ in seen if not has_content]
+    wanted = [key for key, has_content, _ in seen if has_content]
+    assert len(written) == depth
+    assert wanted == written[::-1]
+    # All of them were there, or on their way, when backward came to ask; and some had been out on the drive.
+    assert all(is_there for _, has_content, is_there in seen if has_content)
+    assert zi.stats(model).bytes_read > read
+
+
+def test_the_arena_is_constant_and_grows_with_what_is_needed() -> None:
+    config = zi.Config(memory="4MiB", checkpoint_activations=True, offload_activations="arena")
+    model, optimizer = zi.prepare(*made(lambda: only_layers(4, 64)), config)
+    sizes, places = [], set()
+    for rows in (2, 2, 4, 4, 2, 2):
+        mean_square(model, sequences(64, 16, rows)(0)).backward()
+        optimizer.step()
+        sizes.append(zi.stats(model).activation_bytes)
+        places.add(engine_of(model).activations.shelf._memory.data_ptr())  # type: ignore[union-attr]
+    one = 4 * 16 * 64 * 4
+    assert sizes == [2 * one, 2 * one, 4 * one, 4 * one, 4 * one, 4 * one]
+    assert len(places) == 2
+    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
 
 
 def test_blocks_are_used_again_and_the_order_repeats(tmp_path: Path) -> None:
@@ -177,7 +265,7 @@ def test_blocks_are_used_again_and_the_order_repeats(tmp_path: Path) -> None:
     assert deviations[-1] == deviations[-2] == deviations[-3]
     assert written[-1] > written[-2]
     assert stats.memory_peak <= stats.memory_budget
-    assert engine_of(model).activations.held_bytes == 0  # type: ignore[union-attr]
+    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
 
 
 def test_other_sizes_in_each_step_do_not_pile_up(tmp_path: Path) -> None:
@@ -230,8 +318,9 @@ def test_what_several_blocks_use_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_inputs_of_no_block() -> None:
-    with pytest.raises(zi.ConfigError, match='checkpoint_activations=True, or offload_activations="all"'):
-        zi.Config(offload_activations=True)
+    for value in (True, "arena"):
+        with pytest.raises(zi.ConfigError, match='checkpoint_activations=True, or offload_activations="all"'):
+            zi.Config(offload_activations=value)
 
 
 @pytest.mark.parametrize("wrong", [1, "some", None])
@@ -240,7 +329,7 @@ def test_values_that_make_no_sense(wrong: Any) -> None:
         zi.Config(checkpoint_activations=True, offload_activations=wrong)
 
 
-@pytest.mark.parametrize("how", BOTH, ids=["checkpoints", "all", "mixed"])
+@pytest.mark.parametrize("how", BOTH, ids=NAMES)
 @pytest.mark.parametrize("nvme", [False, True])
 def test_on_an_accelerator(how: dict[str, Any], nvme: bool, tmp_path: Path) -> None:
     script = training(vectors(), mean_square, num_steps=3)
@@ -268,6 +357,6 @@ def test_a_forward_that_fails_gives_everything_back(tmp_path: Path) -> None:
     handle.remove()
     mean_square(model, vectors()(0)).backward()
     optimizer.step()
-    assert engine_of(model).activations.held_bytes == 0  # type: ignore[union-attr]
+    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
     # Blocks of a forward that failed were free again for the next.
     assert zi.stats(model).activation_bytes == 4 * 8 * 32 * 4

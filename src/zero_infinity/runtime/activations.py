@@ -1,20 +1,17 @@
-"""Tensors that autograd has saved, kept as blocks of the store until backward wants them.
-
-A saved tensor's bytes are copied into a block, which the policy may push out to NVMe and fetches back ahead of
-backward: packing is one access, unpacking another, in an order that repeats every step. For that, blocks are used
-again: there is a pool for each size, and of its free blocks the first is taken, whichever order they came back in.
+"""Tensors that autograd has saved, kept elsewhere until backward wants them.
 
 - What is copied is the whole storage, once for each version of it: views of it, and several operations that have saved
-  it, share the block.
-- Unpacking copies the bytes into torch's memory and gives the block back. A graph that is retained holds that tensor.
-- A graph that dies without a backward gives its blocks back when the next tensor comes, or at the step.
+  it, share the copy. Where it goes is a shelf's business: blocks of the store, or an arena.
+- Of what ranks hold replicas of (`Replicas`) each keeps its part, and unpacking puts the parts together.
+- Unpacking copies the bytes into torch's memory and gives their room back. A graph that is retained holds that tensor.
+- A graph that dies without a backward gives its room back when the next tensor comes, or at the step.
 - What is small, and what there is no room for beside what one operation needs, stays in torch's memory.
 """
 
 from __future__ import annotations
 
-import heapq
 import threading
+import warnings
 import weakref
 from collections import deque
 
@@ -22,11 +19,12 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from zero_infinity.errors import CapacityError
+from zero_infinity.config import ConfigWarning
 from zero_infinity.interrupts import held
-from zero_infinity.runtime.residency import Residency
-from zero_infinity.store.block import Block, Home
-from zero_infinity.store.extents import round_up
+from zero_infinity.runtime.ordinary import ordinary_tensors
+from zero_infinity.runtime.replicas import Replicas
+from zero_infinity.runtime.shelf import Shelf, Slot
+from zero_infinity.units import format_bytes
 
 # A storage of fewer bytes is not worth a request.
 _SMALL_BYTES = 64 * 1024
@@ -35,22 +33,24 @@ _DEAD_STORAGES = 64
 
 
 class _Kept:
-    """The bytes of one storage: in a block, or (unpacked) in memory."""
+    """The bytes of one storage: on a shelf (all, or this rank's part), or unpacked in memory."""
 
-    __slots__ = ("__weakref__", "block", "device", "memory")
+    __slots__ = ("__weakref__", "device", "memory", "num_bytes", "replicas", "slot")
 
-    def __init__(self, block: Block, device: torch.device) -> None:
-        self.block: Block | None = block
+    def __init__(self, slot: Slot, num_bytes: int, device: torch.device, replicas: Replicas | None) -> None:
+        self.slot: Slot | None = slot
+        self.num_bytes = num_bytes
         self.device = device
+        self.replicas = replicas  # that have the other parts
         self.memory: torch.Tensor | None = None
 
 
 class _KeptRef(weakref.ref[_Kept]):
-    """Tells when nobody will unpack a block any more."""
+    """Tells when nobody will unpack a slot any more."""
 
-    __slots__ = ("block",)
+    __slots__ = ("slot",)
 
-    block: Block
+    slot: Slot
 
 
 class SavedView:
@@ -66,46 +66,38 @@ class SavedView:
 
     def restore(self) -> torch.Tensor:
         """The tensor that was saved."""
-        with held(), torch.no_grad():
+        with held(), ordinary_tensors(), torch.no_grad():
             memory = self._activations.unpack(self._kept)
             return memory.view(self._dtype).as_strided(self._size, self._stride, self._offset)
 
 
 class Activations:
-    """Blocks for saved tensors, under a residency's policy and budget.
+    """Saved tensors on a shelf. `replicas`: the ranks that have the same inputs of recomputed blocks."""
 
-    `limit`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
-    memory then, the bytes that all of them may take.
-    """
-
-    def __init__(self, residency: Residency, home: Home, limit: int) -> None:
-        self._residency = residency
-        self._home = home
-        self._limit = limit
+    def __init__(self, shelf: Shelf, replicas: Replicas | None = None) -> None:
+        self.shelf = shelf
+        self._replicas = replicas
         self._lock = threading.RLock()
-        self._free: dict[int, list[tuple[int, Block]]] = {}  # heaps, by size
-        self._alive: dict[int, _KeptRef] = {}  # by key of their block
+        self._alive: dict[Slot, _KeptRef] = {}
         self._dead: deque[weakref.ref[_Kept]] = deque()
         self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Kept]]] = {}
         self._forget_dead_at = _DEAD_STORAGES
-        self._used: set[int] = set()  # keys of the blocks that this cycle has used
-        self.held_bytes = 0  # in blocks, now
-        self.block_bytes = 0  # of all blocks
+        self._has_warned = False
 
-    def pack(self, tensor: torch.Tensor) -> SavedView | None:
-        """Keep what is saved in a block; None when it had better stay where it is."""
+    def pack(self, tensor: torch.Tensor, *, is_input: bool) -> SavedView | None:
+        """Keep what is saved; None when it had better stay where it is. `is_input`: of a recomputed block."""
         if not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < _SMALL_BYTES or storage.nbytes() % tensor.itemsize:
             return None
-        with held(), self._lock, torch.no_grad():
+        with held(), self._lock, ordinary_tensors(), torch.no_grad():
             self._collect()
             key = (storage._cdata, tensor._version)
             known = self._known.get(key)
             kept = known[1]() if known is not None and known[0]() is storage else None
             if kept is None:
-                kept = self._keep(storage, tensor.device)
+                kept = self._keep(storage, tensor.device, self._replicas if is_input else None)
                 if kept is None:
                     return None
                 self._remember(key, storage, kept)
@@ -114,93 +106,87 @@ class Activations:
     def unpack(self, kept: _Kept) -> torch.Tensor:
         """The bytes that were kept, in memory of torch's."""
         with self._lock:
-            if kept.memory is None and kept.block is not None:
-                block = kept.block
-                self._residency.access(block)
-                self._residency.wait(block)
-                memory = torch.empty(block.num_bytes, dtype=torch.uint8, device=kept.device)
-                memory.copy_(self._residency.store.lease(block))
-                kept.memory, kept.block = memory, None
-                self._alive.pop(block.key, None)
-                self._give_back(block)
+            if kept.memory is None and kept.slot is not None:
+                slot, replicas = kept.slot, kept.replicas
+                memory = torch.empty(kept.num_bytes, dtype=torch.uint8, device=kept.device)
+                if replicas is None:
+                    slot.take(memory)
+                else:
+                    part = replicas.part(kept.num_bytes)
+                    slot.take(memory[part.start : part.stop])
+                    replicas.gather(memory)
+                kept.memory, kept.slot = memory, None
+                self._alive.pop(slot, None)
                 self._collect()
         if kept.memory is None:
-            raise RuntimeError("a saved tensor has neither a block nor memory")
+            raise RuntimeError("a saved tensor has neither a slot nor memory")
         return kept.memory
 
     def end_cycle(self) -> None:
-        """A step is over: drop free blocks that it did not use, lest new sizes in each step pile up."""
+        """A step is over."""
         with self._lock:
             self._collect()
-            idle = [b for heap in self._free.values() for key, b in heap if key not in self._used]
-            if idle:
-                expected = set(self._residency.policy.order)
-                for block in idle:
-                    if block.key not in expected:
-                        heap = self._free[block.num_bytes]
-                        heap.remove((block.key, block))
-                        heapq.heapify(heap)
-                        self.block_bytes -= block.num_bytes
-                        self._residency.remove(block)
-            self._used.clear()
+            self.shelf.end_cycle()
 
-    # ------------------------------------------------------------------ blocks
-
-    def _keep(self, storage: torch.UntypedStorage, device: torch.device) -> _Kept | None:
-        block = self._take(storage.nbytes())
-        if block is None:
-            return None
-        store = self._residency.store
-        try:
-            self._residency.access(block)
-        except CapacityError:
-            self._give_back(block)
-            return None
-        self._residency.wait(block)
-        with self._residency.pinned(block), store.changing(block) as memory:
-            memory.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
-        store.mark_dirty(block)
-        kept = _Kept(block, device)
+    def _keep(self, storage: torch.UntypedStorage, device: torch.device, replicas: Replicas | None) -> _Kept | None:
+        data = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        num_bytes = data.nbytes
+        if replicas is not None:
+            replicas.check_same(data)
+            part = replicas.part(num_bytes)
+            data = data[part.start : part.stop]
+        slot = self.shelf.put(data)
+        if slot is None:
+            self._warn_of_room(data.nbytes)
+            if replicas is None:
+                return None
+            # Other ranks have let go of this part: it stays in torch's memory, and only it.
+            slot = _InMemory(data.clone())
+        kept = _Kept(slot, num_bytes, device, replicas)
         alive = _KeptRef(kept, self._dead.append)
-        alive.block = block
-        self._alive[block.key] = alive
+        alive.slot = slot
+        self._alive[slot] = alive
         return kept
 
-    def _take(self, num_bytes: int) -> Block | None:
-        size = round_up(num_bytes)
-        if self._home is Home.RAM and self.held_bytes + size > self._limit:
-            return None
-        if self._home is Home.NVME and size > self._limit:
-            return None
-        free = self._free.setdefault(num_bytes, [])
-        if free:
-            _, block = heapq.heappop(free)
-        else:
-            block = self._residency.store.create("a saved tensor", num_bytes, self._home)
-            self._residency.add(block)
-            self.block_bytes += num_bytes
-        self._used.add(block.key)
-        self.held_bytes += size
-        return block
-
-    def _give_back(self, block: Block) -> None:
-        self._residency.expire(block)
-        heapq.heappush(self._free[block.num_bytes], (block.key, block))
-        self.held_bytes -= round_up(block.num_bytes)
-
     def _collect(self) -> None:
-        """Give back the blocks that no graph refers to any more."""
+        """Give back the room of what no graph refers to any more."""
         while self._dead:
             dead = self._dead.popleft()
-            if isinstance(dead, _KeptRef) and self._alive.get(dead.block.key) is dead:
-                del self._alive[dead.block.key]
-                self._give_back(dead.block)
+            if isinstance(dead, _KeptRef) and self._alive.get(dead.slot) is dead:
+                del self._alive[dead.slot]
+                dead.slot.drop()
 
     def _remember(self, key: tuple[int, int], storage: torch.UntypedStorage, kept: _Kept) -> None:
         if len(self._known) >= self._forget_dead_at:
             self._known = {k: known for k, known in self._known.items() if known[0]() and known[1]()}
             self._forget_dead_at = 2 * len(self._known) + _DEAD_STORAGES
         self._known[key] = (weakref.ref(storage), weakref.ref(kept))
+
+    def _warn_of_room(self, num_bytes: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"offload_activations: a saved tensor of {format_bytes(num_bytes)} stays outside of the memory budget, "
+                f"which has {format_bytes(self.shelf.room)} left for it beside what one operation needs\n"
+                "  fix:   more memory=, or nvme= where there is none; said once",
+                ConfigWarning,
+                stacklevel=2,
+            )
+
+
+class _InMemory:
+    """What there was no room for."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    def take(self, into: torch.Tensor) -> None:
+        into.copy_(self._data)
+
+    def drop(self) -> None:
+        """The memory goes with the object."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,8 @@ from zero_infinity.runtime import hooks, parked, recompute
 from zero_infinity.runtime.accelerator import CpuPlace, Place
 from zero_infinity.runtime.activations import Activations
 from zero_infinity.runtime.alternatives import Watch
+from zero_infinity.runtime.arena import Arena
+from zero_infinity.runtime.dtensors import check_group, like, local_of, whole_norms
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
 from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, sharding_of
@@ -36,7 +38,9 @@ from zero_infinity.runtime.precision import multiplies_fast, precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
+from zero_infinity.runtime.replicas import Replicas
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
+from zero_infinity.runtime.shelf import BlockShelf, Shelf
 from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit, refuse_shared_memory
@@ -87,8 +91,10 @@ class TrainingEngine:
         config: Config,
         accelerator: Place | None,
         ranks: RankGroup | None = None,
+        replicas: RankGroup | None = None,
     ) -> None:
         self.config = config
+        self._replicas = replicas
         self.ranks = _ranks_of(model) or ranks
         self._sharding = sharding_of(config, self.ranks)
         self.user_optimizer = optimizer
@@ -116,6 +122,7 @@ class TrainingEngine:
                 self._divide(self.placement, copies)
             with self._agreed("zi.prepare (connecting)"):
                 self._wires = self._connect(copies)
+                self.activations = self._make_activations()
             with self._agreed("zi.prepare (moving in)"):
                 self._build(model, copies, replaced)
         except BaseException:
@@ -139,7 +146,13 @@ class TrainingEngine:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
         config = self.config
         refuse_shared_memory(model)
+        check_group(dict(model.named_parameters()), self.ranks.group if self.ranks is not None else None)
         self._recomputed = recompute.find_blocks(model, config)
+        if self._replicas is not None and not self._recomputed:
+            raise UsageError(
+                "activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
+                "  fix:   checkpoint_activations=True in zi.Config"
+            )
         owners, replaced = self._make_units(model)
         self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
         self._managed = {p.parameter: p for unit in self.units for p in unit.parameters}
@@ -184,7 +197,7 @@ class TrainingEngine:
         old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
         free = budget - copies - old - 2 * self._bucket_bytes
         self.placement = place(
-            self._sizes, free, at_once, nvme=bool(config.nvme), activations=bool(config.offload_activations)
+            self._sizes, free, at_once, nvme=bool(config.nvme), activations=config.offload_activations in (True, "all")
         )
         # Where nothing leaves memory, saved tensors may take what is left of it.
         self._room_for_activations = (
@@ -208,10 +221,6 @@ class TrainingEngine:
         self.residency.before_wait = self._updater.take_over
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
-        home = Home.NVME if self.config.nvme else Home.RAM
-        self.activations = (
-            Activations(self.residency, home, self._room_for_activations) if self.config.offload_activations else None
-        )
         for unit in self.units:
             self._write_masters(unit)
         for unit in new_units:
@@ -309,8 +318,8 @@ class TrainingEngine:
         if self._wires is None:
             return
         topic = Topic("start", _START, "the values to start with")
-        plain = [p.detach() for p, managed in self._managed.items() if managed.unit.block is None]
-        for tensor in [*plain, *model.buffers()]:
+        plain = [local_of(p.detach()) for p, managed in self._managed.items() if managed.unit.block is None]
+        for tensor in [*plain, *map(local_of, model.buffers())]:
             self._wires.steps.spread(topic, tensor)
 
     def _make_cache(self, copies: int) -> ComputeCache | None:
@@ -323,6 +332,21 @@ class TrainingEngine:
         cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire, tier=tier)
         self.host.closers.append(cache.copier.close)
         return cache
+
+    def _make_activations(self) -> Activations | None:
+        """Who keeps the tensors that autograd saves, if that is not torch alone."""
+        offload = self.config.offload_activations
+        if self._replicas is None and not offload:
+            return None
+        shelf: Shelf = Arena(self._device)
+        if offload in (True, "all"):
+            home = Home.NVME if self.config.nvme else Home.RAM
+            shelf = BlockShelf(self.residency, home, self._room_for_activations)
+        if self._replicas is None:
+            return Activations(shelf)
+        self._replicas.trace = self._recording.trace if self._recording is not None else None
+        self.host.closers.append(self._replicas.leave)
+        return Activations(shelf, Replicas(self._replicas.wire("activations", self._device)))
 
     def _make_chunks(self) -> None:
         for unit, record in self.records.items():
@@ -372,7 +396,7 @@ class TrainingEngine:
         record = self.records.get(unit)
         if record is not None and record.has_master:
             for managed in record.state_names:
-                self.keeper.write_master(managed, managed.parameter.detach())
+                self.keeper.write_master(managed, local_of(managed.parameter.detach()))
 
     def _take_states(self) -> None:
         """Move states that the user's optimizer has (it was used before) into records."""
@@ -482,6 +506,8 @@ class TrainingEngine:
         if self.loss_scale is not None or self.config.max_grad_norm is not None:
             norms.update(self.gradients.norms.items())
             norms.update(self._unmanaged.norms().items())
+            of = [key.parameter if isinstance(key, ManagedParameter) else key for key in norms]
+            norms = dict(zip(norms, whole_norms(list(norms.values()), of), strict=True))
         if self.loss_scale is not None:
             overflowed = not all(torch.isfinite(norm).item() for norm in norms.values())
             unscale = torch.tensor(1.0 / self.loss_scale.scale)
@@ -513,8 +539,9 @@ class TrainingEngine:
                 '  fix:   update="after_backward" or max_grad_norm=... in zi.Config'
             )
         clipped = list(parameters)
-        norm, factors = _clip_factors([torch.linalg.vector_norm(g) for _, g in self._gradients_of(clipped)], max_norm)
-        for managed, gradient in self._gradients_of(clipped):
+        found = [(p, torch.linalg.vector_norm(gradient)) for p, _, gradient in self._gradients_of(clipped)]
+        norm, factors = _clip_factors(whole_norms([n for _, n in found], [p for p, _ in found]), max_norm)
+        for _, managed, gradient in self._gradients_of(clipped):
             for factor in factors:
                 gradient.mul_(factor)
             if managed is not None:
@@ -523,15 +550,15 @@ class TrainingEngine:
 
     def _gradients_of(
         self, parameters: Iterable[torch.Tensor]
-    ) -> Iterator[tuple[ManagedParameter | None, torch.Tensor]]:
-        """Retained gradients, whole, with whose they are; and those that are on their parameters."""
+    ) -> Iterator[tuple[torch.Tensor, ManagedParameter | None, torch.Tensor]]:
+        """Retained gradients (over data-parallel ranks whole), with whose they are; and those on their parameters."""
         for parameter in parameters:
             managed = parked.managed(parameter)
             if managed is not None and managed.group is None:
                 managed = None
             gradient = parameter.grad if managed is None else self.gradients.gather(managed)
             if gradient is not None:
-                yield managed, gradient
+                yield parameter, managed, gradient
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
@@ -580,7 +607,8 @@ class TrainingEngine:
         """Inside, retained gradients are on the (exposed) parameters; what is changed is kept."""
         shown = [m for m in parameters if m.group is not None]
         for managed in shown:
-            managed.parameter.grad = self.gradients.gather(managed)
+            gradient = self.gradients.gather(managed)
+            managed.parameter.grad = like(managed.parameter, gradient) if gradient is not None else None
         try:
             yield
         finally:
@@ -588,7 +616,7 @@ class TrainingEngine:
                 gradient = managed.parameter.grad
                 managed.parameter.grad = None
                 if gradient is not None:
-                    self.gradients.replace(managed, gradient)
+                    self.gradients.replace(managed, local_of(gradient))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be, in memory."""
@@ -631,6 +659,9 @@ class TrainingEngine:
         counters = self.store.engine.counters() if self.store.engine is not None else None
         self.store.pool.collect()
         sent, calls = self.ranks.traffic.snapshot() if self.ranks is not None else ({}, {})
+        if self._replicas is not None:
+            of_activations = self._replicas.traffic.snapshot()
+            sent, calls = sent | of_activations[0], calls | of_activations[1]
         return Stats(
             num_steps=self._num_steps,
             num_parameters=sum(p.num_elements for p in self._managed.values()),
@@ -652,7 +683,7 @@ class TrainingEngine:
             optimizer_bytes=sum(size.record for size in self._sizes),
             bucket_bytes=2 * self._bucket_bytes,
             copy_bytes=self._copy_bytes,
-            activation_bytes=self.activations.block_bytes if self.activations is not None else 0,
+            activation_bytes=self.activations.shelf.total_bytes if self.activations is not None else 0,
             sent_bytes=sent,
             num_exchanges=calls,
         )

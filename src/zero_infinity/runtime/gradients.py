@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.errors import TornStepError, UsageError
 from zero_infinity.runtime.cycle import Cycle
+from zero_infinity.runtime.dtensors import local_gradient
 from zero_infinity.runtime.jobs import Fresh, Update, Whole, part_of
 from zero_infinity.runtime.record import Chunk, Record, Segment
 from zero_infinity.runtime.recording import BACKWARD
@@ -112,6 +113,7 @@ class Gradients:
 
     def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient that has come, in the order of its unit's elements and in the record's dtype."""
+        gradient = local_gradient(parameter.parameter, gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
