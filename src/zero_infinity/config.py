@@ -55,6 +55,8 @@ class Config:
     checkpoint_activations: True keeps only the inputs of a model's repeated blocks and computes the rest again in
         backward; k does so for every k-th block, beginning with the first (the others keep everything).
     checkpoint_modules: the blocks' class or class name, or several; empty: found by themselves. See docs.
+    tile_above: a linear layer or embedding whose weight, with its gradient, takes more than this is used in tiles that do
+        not, one at a time. None: only when the model does not fit otherwise, and then an eighth of the memory.
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
         it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.
@@ -74,6 +76,7 @@ class Config:
     update: Update
     checkpoint_activations: bool | int
     checkpoint_modules: tuple[str, ...]
+    tile_above: int | None
     partition: Partition
     verify: bool
     trace: Path | None
@@ -94,6 +97,7 @@ class Config:
         update: str = "auto",
         checkpoint_activations: bool | int = False,
         checkpoint_modules: str | type | Iterable[str | type] | None = None,
+        tile_above: str | int | None = None,
         partition: str = "spread",
         verify: bool = False,
         trace: PathLike | None = None,
@@ -114,6 +118,7 @@ class Config:
             "update": _choice("update", update, get_args(Update)),
             "checkpoint_activations": _interval("checkpoint_activations", checkpoint_activations),
             "checkpoint_modules": _class_names("checkpoint_modules", checkpoint_modules),
+            "tile_above": _size("tile_above", tile_above),
             "partition": _choice("partition", partition, get_args(Partition)),
             "verify": _choice("verify", verify, (False, True)),
             "trace": _output_file("trace", trace),
