@@ -3,10 +3,10 @@
     python dev/tiling.py hidden [--memory 8MiB] [--nvme DIR]
     python dev/tiling.py slowdown [--hidden 1024] [--steps 12]
 
-`hidden`: the largest hidden size whose feed-forward layers (hd x 4 hd and back) train in a fixed budget, for 1, 2, 4 and 16
-tiles: the shape of ZeRO-Infinity's figure 6b. The formula: 2 * 4 * hd * 4 hd / tiles bytes of a tile and its gradient in
-float32, which have to fit in what is left of the budget beside two chunks of optimizer state and biases. Every size that is
-printed was trained for two steps, and the next one was refused.
+`hidden`: the largest hidden size whose feed-forward layers (hd x 4 hd and back) train in a fixed budget, for 1, 2, 4
+and 16 tiles: the shape of ZeRO-Infinity's figure 6b. The formula: 2 * 4 * hd * 4 hd / tiles bytes of a tile and its
+gradient in float32, which have to fit in what is left of the budget beside two chunks of optimizer state and biases.
+Every size that is printed was trained for two steps, and the next one was refused.
 
 `slowdown`: steps of the same layers in 1, 2, 4, 16 and 64 tiles, all in memory, taken in turns.
 """

@@ -55,8 +55,8 @@ class Config:
     checkpoint_activations: True keeps only the inputs of a model's repeated blocks and computes the rest again in
         backward; k does so for every k-th block, beginning with the first (the others keep everything).
     checkpoint_modules: the blocks' class or class name, or several; empty: found by themselves. See docs.
-    tile_above: a linear layer or embedding whose weight, with its gradient, takes more than this is used in tiles that do
-        not, one at a time. None: only when the model does not fit otherwise, and then an eighth of the memory.
+    tile_above: a linear layer or embedding whose weight, with its gradient, takes more than this is used in tiles that
+        do not, one at a time. None: only when the model does not fit otherwise, and then an eighth of the memory.
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
         it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.

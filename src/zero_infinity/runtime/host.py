@@ -127,9 +127,7 @@ class ParameterHost:
             else:
                 for managed in unit.parameters:
                     mine = unit.stored.overlap(managed.offset, managed.end)
-                    part = managed.flattened(managed.value())[
-                        mine.start - managed.offset : mine.stop - managed.offset
-                    ]
+                    part = managed.flattened(managed.value())[mine.start - managed.offset : mine.stop - managed.offset]
                     flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
         self.store.mark_dirty(block)
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
 from zero_infinity.errors import UsageError
@@ -250,7 +250,7 @@ def _of_tile(target: torch.Tensor, ignored: torch.Tensor, tile: ManagedParameter
 
 
 def _cross_entropy(
-    input: Any,  # noqa: A002 - torch's names
+    input: Any,
     target: Any,
     weight: Any = None,
     size_average: Any = None,

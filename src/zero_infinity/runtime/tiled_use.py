@@ -1,13 +1,13 @@
 """The torch functions that use a parameter tile by tile, forward and backward.
 
-`F.linear`, `F.embedding` and `torch.addmm` (with which the `Conv1D` of transformers is one) fetch a tile, use it and let
-it go before the next. Nothing of the weight is saved for backward: it fetches the tiles again, last first, since the last
+`F.linear`, `F.embedding` and `torch.addmm` (which is what `Conv1D` of transformers does) fetch a tile, use it and let it
+go before the next. Nothing of the weight is saved for backward: it fetches the tiles again, last first, since the last
 one used is the likeliest to be still there, and gives each tile's gradient away as soon as it is made.
 
 Against the same functions on the whole weight, a row of tiles is exact up to the order of sums:
 
-- every element of a linear layer's output, of an embedding's, and of the gradients of both weights is the same sum in the
-  same order: bit-identical as long as the matrix kernels compute a part as they compute the whole;
+- every element of a linear layer's output, of an embedding's, and of the gradients of both weights is the same sum in
+  the same order: bit-identical as long as the matrix kernels compute a part as they compute the whole;
 - a linear layer's input gradient, and Conv1D's output, are sums over tiles.
 """
 
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._C import _autograd
 from torch.autograd.function import once_differentiable
@@ -27,7 +27,6 @@ from zero_infinity.interrupts import held
 from zero_infinity.runtime.assembled import Assembled
 from zero_infinity.runtime.exposure import Exposure, Handle
 from zero_infinity.runtime.unit import ManagedParameter
-
 
 Result = TypeVar("Result")
 
@@ -77,10 +76,8 @@ class TiledWeight:
         source = tile.unit.the_source()
         with held():
             self._assembled.settle(self.whole.unit)
-            if handle is None:
-                value = tile.of(self._exposure.acquire(tile.unit))
-            else:
-                value = self._exposure.restore(handle)
+            exposure = self._exposure
+            value = exposure.restore(handle) if handle is not None else tile.of(exposure.acquire(tile.unit))
             source.pin(tile.unit)
         try:
             return work(value)
@@ -300,7 +297,7 @@ def _inside(words: torch.Tensor, tile: ManagedParameter) -> tuple[torch.Tensor, 
 # ---------------------------------------------------------------------- what is called instead
 
 
-def _linear(use: TiledWeight, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's names
+def _linear(use: TiledWeight, input: Any, weight: Any, bias: Any = None) -> Any:
     if weight is not use.parameter or not _is_ordinary(input) or not (bias is None or bias.dim() == 1):
         return NotImplemented
     x, bias, was_cast = _as_autocast(input, bias)
@@ -312,7 +309,7 @@ def _linear(use: TiledWeight, input: Any, weight: Any, bias: Any = None) -> Any:
         return Linear.apply(x, weight, bias, use)  # type: ignore[no-untyped-call]
 
 
-def _addmm(use: TiledWeight, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:  # noqa: A002
+def _addmm(use: TiledWeight, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if mat2 is not use.parameter or beta != 1 or alpha != 1 or not _is_ordinary(mat1) or mat1.dim() != 2:
         return NotImplemented
     x, bias, was_cast = _as_autocast(mat1, input)
@@ -324,7 +321,7 @@ def _addmm(use: TiledWeight, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1,
 
 def _embedding(
     use: TiledWeight,
-    input: Any,  # noqa: A002
+    input: Any,
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,

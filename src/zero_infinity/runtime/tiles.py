@@ -1,11 +1,12 @@
 """Memory-centric tiling: which parameters are used in parts, and how they are cut.
 
-A layer larger than memory is a sequence of smaller ones that is mathematically the same: its weight is cut into tiles of
-rows, and each is fetched, used and let go before the next, in forward and in backward. A tile is an ordinary unit with an
-ordinary record of optimizer state. The user's parameter stays one parameter, with its name and shape: who needs it whole
-finds it put together (`runtime/assembled.py`); torch functions that can do with tiles get them (`runtime/tiled_use.py`).
+A layer larger than memory is a sequence of smaller ones that is mathematically the same: its weight is cut into tiles
+of rows, and each is fetched, used and let go before the next, in forward and in backward. A tile is an ordinary unit
+with an ordinary record of optimizer state. The user's parameter stays one parameter, with its name and shape: who needs
+it whole finds it put together (`runtime/assembled.py`); torch functions that can do with tiles get them
+(`runtime/tiled_use.py`).
 
-Only matrices are cut whose layer is known to do with tiles: `nn.Linear`, `nn.Embedding` and the `Conv1D` of transformers.
+Only matrices are cut whose layer is known to do with tiles: `nn.Linear`, `nn.Embedding`, and `Conv1D` of transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -25,8 +27,8 @@ from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes, suggest_bytes
 
-# Where nobody has set tile_above and the model does not fit, a tile with its gradient takes this part of the memory: room
-# for the tile, the one that is fetched meanwhile, the one whose gradient is being used, and chunks of optimizer state.
+# Where nobody has set tile_above and the model does not fit, a tile with its gradient takes this part of the memory:
+# room for the tile, the one that is fetched meanwhile, the one whose gradient is being used, and optimizer state.
 _DEFAULT_SHARE = 1 / 8
 
 
@@ -79,9 +81,10 @@ def check_room_to_cut(wholes: Iterable[ManagedParameter], cache: int, memory: in
         needed = built.unit.block.held_bytes + round_up(max(tile.unit.stored_bytes for tile in whole.tiles))
         if needed > cache:
             raise CapacityError(
-                f"{whole.name!r} was built whole by zi.init, and takes {format_bytes(needed)} with its first tile to be "
-                f"cut into {len(whole.tiles)} tiles, but of memory {format_bytes(memory)} there are {format_bytes(cache)} "
-                f"for that\n  fix:   memory={suggest_bytes(memory + needed - cache)}, or build the model without zi.init"
+                f"{whole.name!r} was built whole by zi.init, and takes {format_bytes(needed)} with its first tile to "
+                f"be cut into {len(whole.tiles)} tiles, but of memory {format_bytes(memory)} there are "
+                f"{format_bytes(cache)} for that\n  fix:   memory={suggest_bytes(memory + needed - cache)}, or build "
+                "the model without zi.init"
             )
 
 
@@ -125,7 +128,7 @@ def cut(
     def managed(name: str, tensor: torch.Tensor, number: int, sharding: Sharding) -> ManagedParameter:
         unit = make_unit(
             f"{unit_name}{name}",
-            [(full_name + name, tensor)],
+            [(full_name + name, cast(nn.Parameter, tensor))],
             dtype=precision.stored,
             compute_dtype=precision.computed,
             device=device,
