@@ -207,7 +207,8 @@ def test_too_little_device_memory_is_an_error_of_prepare(how: str, tmp_path: Pat
     before = [p.detach().clone() for p in model.parameters()]
     limit = 8192
     accelerator = zi.EmulatedAccelerator(limit if how == "accelerator" else 1 << 20)
-    config = zi.Config(memory="1MiB", nvme=tmp_path, device_memory=limit if how == "device_memory" else None)
+    device_memory = limit if how == "device_memory" else None
+    config = zi.Config(memory="1MiB", nvme=tmp_path, device_memory=device_memory, tile_above="1GiB")
     with pytest.raises(
         zi.CapacityError, match=r"'1' needs 20\.0 KiB of device memory.*8\.0 KiB\n  fix:   device_memory"
     ):

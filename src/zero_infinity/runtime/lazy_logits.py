@@ -81,7 +81,9 @@ class LazyLogits(torch.Tensor):
         return func(*_computed(args), **_computed(keywords))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Below autograd there is no way to compute them: only their shape is of use there."""
         if func is torch.ops.aten.detach.default:
             return _wrap(args[0].shape, args[0].dtype, args[0].device)
@@ -338,8 +340,8 @@ _LAZILY: dict[Callable[..., Any], Callable[..., Any]] = {
 _METADATA: frozenset[Any] = frozenset(
     {
         getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "is_cuda", "is_cpu")
+        for name in ("shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "is_cuda", "grad_fn")
     }
     | {getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "__len__")}
-    | {torch.is_floating_point, torch.numel, torch.Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
+    | {torch.is_floating_point, torch.numel}
 )

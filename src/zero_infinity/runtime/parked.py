@@ -144,8 +144,8 @@ class ParkedParameter(nn.Parameter):
         if func in _GRADIENT_HOOKS and args[0].__dict__[ATTRIBUTE].tiles:
             raise UsageError(
                 f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is used in tiles, and its gradient is never whole: a "
-                "hook on it would not be called\n  fix:   a larger tile_above in zi.Config, or register the hook before "
-                "zi.prepare, which then leaves the parameter whole"
+                "hook on it would not be called\n  fix:   a larger tile_above in zi.Config, or register the hook "
+                "before zi.prepare, which then leaves the parameter whole"
             )
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():

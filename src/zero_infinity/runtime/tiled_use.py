@@ -1,8 +1,8 @@
 """The torch functions that use a parameter tile by tile, forward and backward.
 
-`F.linear`, `F.embedding` and `torch.addmm` (which is what `Conv1D` of transformers does) fetch a tile, use it and let it
-go before the next. Nothing of the weight is saved for backward: it fetches the tiles again, last first, since the last
-one used is the likeliest to be still there, and gives each tile's gradient away as soon as it is made.
+`F.linear`, `F.embedding` and `torch.addmm` (which is what `Conv1D` of transformers does) fetch a tile, use it and let
+it go before the next. Nothing of the weight is saved for backward: it fetches the tiles again, last first, since the
+last one used is the likeliest to be still there, and gives each gradient of a tile away as soon as it is made.
 
 Against the same functions on the whole weight, a row of tiles is exact up to the order of sums:
 
