@@ -79,7 +79,8 @@ def least_device_bytes(make: Callable[[], nn.Module]) -> int:
     model = make()  # prepare is stopped before it does anything to it
 
     def prepare(memory: int) -> None:
-        zi.prepare(model, sgd(model), zi.Config(memory="64MiB"), accelerator=zi.EmulatedAccelerator(memory))
+        config = zi.Config(memory="64MiB", tile_above="1GiB")
+        zi.prepare(model, sgd(model), config, accelerator=zi.EmulatedAccelerator(memory))
 
     return least_accepted(prepare, most=2 * parameter_bytes(make))
 
@@ -90,7 +91,7 @@ def least_host_bytes(make: Callable[[], nn.Module]) -> int:
     with tempfile.TemporaryDirectory() as directory:
 
         def prepare(memory: int) -> None:
-            config = zi.Config(memory=memory, nvme=directory)
+            config = zi.Config(memory=memory, nvme=directory, tile_above="1GiB")
             zi.prepare(model, adamw(model), config, accelerator=zi.EmulatedAccelerator(64 << 20))
 
         return least_accepted(prepare, most=2 * parameter_bytes(make) + (64 << 10))
