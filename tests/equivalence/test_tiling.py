@@ -508,6 +508,29 @@ def test_hooks_on_gradients(kind: str, tmp_path: Path) -> None:
         getattr(model[3].weight, kind)(lambda tensor: None)
 
 
+@pytest.mark.parametrize("name", ["mlp", "tied", "llama"])
+def test_tiles_are_updated_while_backward_goes_on(name: str, tmp_path: Path) -> None:
+    """Nothing that a tiled layer keeps for backward holds an update up, nor do logits that somebody has."""
+    case = MODELS[name]
+    model = case.make()
+    config = zi.Config(memory="8MiB", nvme=tmp_path, tile_above=largest(case.make) // 3)
+    model, optimizer = zi.prepare(model, sgd(model), config)
+    kept = []
+    for number in range(4):
+        batch = case.batch(number)
+        if name == "llama":
+            kept.append(model(input_ids=batch, labels=batch))
+            kept[-1].loss.backward()
+        else:
+            case.loss(model, batch).backward()
+        optimizer.step()
+    gradients = engine_of(model).gradients
+    tiles = {tile.unit for p in model.parameters() if (m := parked.managed(p)) is not None for tile in m.tiles}
+    assert tiles
+    assert tiles <= gradients._last.updated
+    assert not gradients._last.deferred
+
+
 # ---------------------------------------------------------------------- logits
 
 
