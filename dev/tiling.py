@@ -52,7 +52,6 @@ def trains(hidden: int, num_tiles: int, memory: int, nvme: str, *, num_steps: in
         optimizer.step()
     zi.synchronize(model)
     held = zi.stats(model).memory_peak
-    zi.close(model)
     return held <= memory
 
 

@@ -150,6 +150,7 @@ def test_in_ram_and_with_the_update_after_backward(name: str, tmp_path: Path) ->
     case = MODELS[name]
     above = largest(case.make) // 3
     check(case, tmp_path, tile_above=above, nvme=None)
+    check(case, tmp_path, tile_above=above)  # with room for gradients that wait for others of their tile
     check(case, tmp_path, tile_above=above, memory=least_in_tiles(case, above), update="after_backward")
 
 
