@@ -38,11 +38,14 @@ def prepare(
     *,
     accelerator: Place | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
+    activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
     """Move the model's states to where `config` says; return the model and the optimizer to train it with.
 
     Works in place: `model` is the same object, its parameters are the same objects, and its code is not touched.
     `group`: the ranks to share the states with, or a device mesh of one dimension; else the default group, if any.
+    `activation_group`: the ranks that compute the same activations (tensor parallel), given likewise; each then keeps a
+    part of the inputs of recomputed blocks.
     `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
     """
     if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _hosts(model)):
@@ -52,7 +55,8 @@ def prepare(
         )
     config = config or Config()
     place = accelerator or _find_accelerator()
-    engine = TrainingEngine(model, optimizer, config, place, find_group(group))
+    replicas = find_group(activation_group) if activation_group is not None else None
+    engine = TrainingEngine(model, optimizer, config, place, find_group(group), replicas)
     if place is not None:
         for tensor in (*model.buffers(), *(p for p in model.parameters() if managed(p) is None)):
             tensor.data = tensor.data.to(place.device)

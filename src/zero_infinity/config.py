@@ -25,6 +25,7 @@ from zero_infinity.units import format_bytes, parse_bytes
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 Update: TypeAlias = Literal["auto", "after_backward"]
+OffloadActivations: TypeAlias = Literal[False, True, "all", "arena"]
 Partition: TypeAlias = Literal["spread", "owner"]
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -55,6 +56,9 @@ class Config:
     checkpoint_activations: True keeps only the inputs of a model's repeated blocks and computes the rest again in
         backward; k does so for every k-th block, beginning with the first (the others keep everything).
     checkpoint_modules: the blocks' class or class name, or several; empty: found by themselves. See docs.
+    offload_activations: True keeps the inputs of those blocks on the same tiers and in the same budget as everything
+        else; "all": every saved tensor of 64 KiB or more that is no parameter's, also without checkpoints; "arena": the
+        inputs of those blocks, in one piece of memory where they are computed, outside of the budget.
     tile_above: a linear layer or embedding whose weight, with its gradient, takes more than this is used in tiles that
         do not, one at a time. None: only when the model does not fit otherwise, and then an eighth of the memory.
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
@@ -76,6 +80,7 @@ class Config:
     update: Update
     checkpoint_activations: bool | int
     checkpoint_modules: tuple[str, ...]
+    offload_activations: OffloadActivations
     tile_above: int | None
     partition: Partition
     verify: bool
@@ -97,6 +102,7 @@ class Config:
         update: str = "auto",
         checkpoint_activations: bool | int = False,
         checkpoint_modules: str | type | Iterable[str | type] | None = None,
+        offload_activations: bool | str = False,
         tile_above: str | int | None = None,
         partition: str = "spread",
         verify: bool = False,
@@ -118,6 +124,7 @@ class Config:
             "update": _choice("update", update, get_args(Update)),
             "checkpoint_activations": _interval("checkpoint_activations", checkpoint_activations),
             "checkpoint_modules": _class_names("checkpoint_modules", checkpoint_modules),
+            "offload_activations": _choice("offload_activations", offload_activations, get_args(OffloadActivations)),
             "tile_above": _size("tile_above", tile_above),
             "partition": _choice("partition", partition, get_args(Partition)),
             "verify": _choice("verify", verify, (False, True)),
@@ -127,6 +134,12 @@ class Config:
             raise ConfigError(
                 "checkpoint_modules says which blocks, but checkpoint_activations is False\n"
                 "  fix:   checkpoint_activations=True, or leave checkpoint_modules out"
+            )
+        if values["offload_activations"] in (True, "arena") and not values["checkpoint_activations"]:
+            raise ConfigError(
+                f"offload_activations={values['offload_activations']!r} is about the inputs of recomputed blocks; "
+                "checkpoint_activations is False\n"
+                '  fix:   checkpoint_activations=True, or offload_activations="all"'
             )
         for name, value in values.items():
             object.__setattr__(self, name, value)  # frozen: the only place that sets

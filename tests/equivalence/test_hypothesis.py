@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from support.programs import Model, Program, loss_of, programs
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity.runtime import placement
+from zero_infinity.runtime import activations, placement
 
 # The profiles of tests/conftest.py are for examples that take milliseconds.
 NUM_EXAMPLES = 40 if settings.default.max_examples <= 50 else settings.default.max_examples
@@ -152,6 +153,7 @@ class Room:
     fraction: float
     nvme: bool
     constants: tuple[tuple[str, float], ...]  # of `placement`
+    saved: int | None = None  # bytes of the smallest saved tensor that is kept in blocks
 
 
 loops = st.builds(
@@ -175,6 +177,7 @@ rooms = st.builds(
         st.tuples(st.just("_MAX_CHUNK_BYTES"), st.sampled_from([64 * 1024, 16 * 1024 * 1024])),
         st.tuples(st.just("_LOOKAHEAD_SHARE"), st.sampled_from([0.0, 1 / 3, 1.0])),
     ),
+    saved=st.sampled_from([None, None, 64, 400]),
 )
 
 
@@ -188,7 +191,13 @@ rooms = st.builds(
 )
 @given(program=programs(), loop=loops, room=rooms)
 def test_a_random_model(program: Program, loop: Loop, room: Room, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with nothing_left(), mock.patch.multiple(placement, **dict(room.constants)):
+    small = room.saved if room.saved is not None else activations._SMALL_BYTES
+    with (
+        nothing_left(),
+        mock.patch.multiple(placement, **dict(room.constants)),
+        mock.patch.object(activations, "_SMALL_BYTES", small),
+        warnings.catch_warnings(action="ignore", category=zi.ConfigWarning),  # no room for some saved tensors
+    ):
         check(program, loop, room, tmp_path_factory.getbasetemp())
 
 
@@ -206,12 +215,14 @@ def check(program: Program, loop: Loop, room: Room, directory: Path) -> None:
         update=loop.update,
         max_grad_norm=loop.max_grad_norm,
         gradient_accumulation_steps=loop.num_parts if loop.by == "config" else 1,
+        offload_activations="all" if room.saved is not None else False,
     )
     prepared = run_or_refuse(program, loop, config)
     assert_identical(plain, prepared)
     assert prepared.stats is not None
     note(f"{memory=} {prepared.stats}")
     event("blocks moved" if prepared.stats.bytes_read else "all stayed in memory")
+    event("saved tensors in blocks" if prepared.stats.activation_bytes else "no saved tensors in blocks")
 
 
 def run_or_refuse(program: Program, loop: Loop, config: zi.Config) -> Outcome:

@@ -260,7 +260,7 @@ class Prepared(Training):
         class Stopped(Exception):
             pass
 
-        def stop(units: Any, free: int, together: Any, *, nvme: bool) -> None:
+        def stop(units: Any, free: int, together: Any, *, nvme: bool, **_: Any) -> None:
             needed.append(least_budget((units, together), nvme=nvme) - free)
             raise Stopped
 

@@ -29,6 +29,7 @@ _PRELOADED = [
     "zero_infinity.api",
     "support.multirank",
     "support.rank_faults",
+    "support.tensor_parallel",
 ]
 
 

@@ -49,6 +49,7 @@ def test_defaults() -> None:
         "update": "auto",
         "checkpoint_activations": False,
         "checkpoint_modules": [],
+        "offload_activations": False,
         "tile_above": None,
         "partition": "spread",
         "verify": False,

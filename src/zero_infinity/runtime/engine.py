@@ -24,8 +24,11 @@ from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked, recompute
 from zero_infinity.runtime.accelerator import CpuPlace, Memory, Place
+from zero_infinity.runtime.activations import Activations
 from zero_infinity.runtime.alternatives import Watch
+from zero_infinity.runtime.arena import Arena
 from zero_infinity.runtime.assembled import Assembled, Lender
+from zero_infinity.runtime.dtensors import check_group, like, local_of, whole_norms
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
 from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, sharding_of
@@ -37,7 +40,9 @@ from zero_infinity.runtime.precision import Precision, multiplies_fast, precisio
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
+from zero_infinity.runtime.replicas import Replicas
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
+from zero_infinity.runtime.shelf import BlockShelf, Shelf
 from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.tiled_use import TiledWeight
@@ -92,8 +97,10 @@ class TrainingEngine:
         config: Config,
         accelerator: Place | None,
         ranks: RankGroup | None = None,
+        replicas: RankGroup | None = None,
     ) -> None:
         self.config = config
+        self._replicas = replicas
         self.ranks = _ranks_of(model) or ranks
         self._sharding = sharding_of(config, self.ranks)
         self.user_optimizer = optimizer
@@ -121,6 +128,7 @@ class TrainingEngine:
                 self._divide(self.placement, copies)
             with self._agreed("zi.prepare (connecting)"):
                 self._wires = self._connect(copies)
+                self.activations = self._make_activations()
             with self._agreed("zi.prepare (moving in)"):
                 self._build(model, copies, replaced)
         except BaseException:
@@ -143,7 +151,13 @@ class TrainingEngine:
     def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
         refuse_shared_memory(model)
+        check_group(dict(model.named_parameters()), self.ranks.group if self.ranks is not None else None)
         self._recomputed = recompute.find_blocks(model, self.config)
+        if self._replicas is not None and not self._recomputed:
+            raise UsageError(
+                "activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
+                "  fix:   checkpoint_activations=True in zi.Config"
+            )
         owners, replaced, copies, hosts = self._lay_out_to_fit(model, optimizer)
         self.host = hosts.pop() if hosts else ParameterHost(self.config, self.ranks, self._budget)
         self.store = self.host.store
@@ -210,8 +224,16 @@ class TrainingEngine:
         # Units that are about to be replaced are still there while their successors move in.
         old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
         free = budget - copies - old - 2 * self._bucket_bytes
-        self.placement = place(self._sizes, free, at_once, nvme=bool(config.nvme))
-        self._spare_bytes = free - self.placement.needed
+        self.placement = place(
+            self._sizes, free, at_once, nvme=bool(config.nvme), activations=config.offload_activations in (True, "all")
+        )
+        # Where nothing leaves memory, saved tensors may take what is left of it.
+        self._room_for_activations = (
+            self.placement.cache - self.placement.least if config.nvme else free - self.placement.needed
+        )
+        # What is left is for tiles that are put together, unless saved tensors have it.
+        shares = config.offload_activations in (True, "all") and not config.nvme
+        self._spare_bytes = 0 if shares else free - self.placement.needed
         check_room_to_cut(self._tiled, self.placement.cache, budget)
         return copies
 
@@ -228,6 +250,7 @@ class TrainingEngine:
         self._make_chunks()
         self.keeper = RecordKeeper(self.residency, self.records, self._wires.steps if self._wires is not None else None)
         self._updater = Updater(self.store, shares_cores=self._accelerator is None, recording=self.residency.recording)
+        self.residency.before_wait = self._updater.take_over
         self.host.closers.append(self._updater.close)
         self.gradients = self._make_gradients()
         for unit in self.units:
@@ -372,8 +395,8 @@ class TrainingEngine:
         if self._wires is None:
             return
         topic = Topic("start", _START, "the values to start with")
-        plain = [p.detach() for p, managed in self._managed.items() if managed.unit.block is None]
-        for tensor in [*plain, *model.buffers()]:
+        plain = [local_of(p.detach()) for p, managed in self._managed.items() if managed.unit.block is None]
+        for tensor in [*plain, *map(local_of, model.buffers())]:
             self._wires.steps.spread(topic, tensor)
 
     def _make_cache(self, copies: int) -> ComputeCache | None:
@@ -386,6 +409,21 @@ class TrainingEngine:
         cache = ComputeCache(self.residency, where, budget, int(budget * _LOOKAHEAD_SHARE), wire, tier=tier)
         self.host.closers.append(cache.copier.close)
         return cache
+
+    def _make_activations(self) -> Activations | None:
+        """Who keeps the tensors that autograd saves, if that is not torch alone."""
+        offload = self.config.offload_activations
+        if self._replicas is None and not offload:
+            return None
+        shelf: Shelf = Arena(self._device)
+        if offload in (True, "all"):
+            home = Home.NVME if self.config.nvme else Home.RAM
+            shelf = BlockShelf(self.residency, home, self._room_for_activations)
+        if self._replicas is None:
+            return Activations(shelf)
+        self._replicas.trace = self._recording.trace if self._recording is not None else None
+        self.host.closers.append(self._replicas.leave)
+        return Activations(shelf, Replicas(self._replicas.wire("activations", self._device)))
 
     def _make_chunks(self) -> None:
         for unit, record in self.records.items():
@@ -435,7 +473,7 @@ class TrainingEngine:
         record = self.records.get(unit)
         if record is not None and record.has_master:
             for managed in record.state_names:
-                self.keeper.write_master(managed, managed.value())
+                self.keeper.write_master(managed, local_of(managed.value()))
 
     def _take_states(self) -> None:
         """Move states that the user's optimizer has (it was used before) into records."""
@@ -449,6 +487,9 @@ class TrainingEngine:
         """From here on, see every read, change and gradient."""
         self._change_source([unit for unit in self.units if unit.source is not self._cache])
         self.host.training = self
+        if self.activations is not None:
+            self.host.exposure.keep_saved = self.activations.pack
+            self.host.exposure.keeps_all = self.config.offload_activations == "all"
         self.host.exposure.on_read = self.gradients.on_read if self._recording is None else self._recorded_read
         self.host.exposure.on_edit = self._edited
         for managed in self._managed.values():
@@ -456,7 +497,7 @@ class TrainingEngine:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
         hooks.attach(model, self.host.exposure, owners, self._recording)
-        recompute.attach(self._recomputed)
+        recompute.attach(self._recomputed, self.host.exposure if self.activations is not None else None)
         self._watch_alternatives(model, owners)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
         computed = {u.compute_dtype for u in self.units}
@@ -544,6 +585,8 @@ class TrainingEngine:
         if self.loss_scale is not None or self.config.max_grad_norm is not None:
             norms.update(self.gradients.norms.items())
             norms.update(self._unmanaged.norms().items())
+            of = [key.parameter if isinstance(key, ManagedParameter) else key for key in norms]
+            norms = dict(zip(norms, whole_norms(list(norms.values()), of), strict=True))
         if self.loss_scale is not None:
             overflowed = not all(torch.isfinite(norm).item() for norm in norms.values())
             unscale = torch.tensor(1.0 / self.loss_scale.scale)
@@ -561,6 +604,8 @@ class TrainingEngine:
         self._unmanaged.step(factors)
         for source in {unit.the_source() for unit in (*self.units, *(whole.unit for whole in self._tiled))}:
             source.end_cycle(same_order=self.gradients.same_order)
+        if self.activations is not None:
+            self.activations.end_cycle()
         self._num_steps += 1
         if self.ranks is not None:
             self.ranks.num_steps = self._num_steps
@@ -573,8 +618,9 @@ class TrainingEngine:
                 '  fix:   update="after_backward" or max_grad_norm=... in zi.Config'
             )
         clipped = list(parameters)
-        norm, factors = _clip_factors([torch.linalg.vector_norm(g) for _, g in self._gradients_of(clipped)], max_norm)
-        for managed, gradient in self._gradients_of(clipped):
+        found = [(p, torch.linalg.vector_norm(gradient)) for p, _, gradient in self._gradients_of(clipped)]
+        norm, factors = _clip_factors(whole_norms([n for _, n in found], [p for p, _ in found]), max_norm)
+        for _, managed, gradient in self._gradients_of(clipped):
             for factor in factors:
                 gradient.mul_(factor)
             if managed is not None:
@@ -583,18 +629,18 @@ class TrainingEngine:
 
     def _gradients_of(
         self, parameters: Iterable[torch.Tensor]
-    ) -> Iterator[tuple[ManagedParameter | None, torch.Tensor]]:
-        """Retained gradients, whole, with whose they are; and those that are on their parameters."""
+    ) -> Iterator[tuple[torch.Tensor, ManagedParameter | None, torch.Tensor]]:
+        """Retained gradients (over data-parallel ranks whole), with whose they are; and those on their parameters."""
         for parameter in parameters:
             managed = parked.managed(parameter)
             if managed is None or managed.group is None:
                 if parameter.grad is not None:
-                    yield None, parameter.grad
+                    yield parameter, None, parameter.grad
                 continue
             for part in managed.parts:
                 gradient = self.gradients.gather(part)
                 if gradient is not None:
-                    yield part, gradient
+                    yield parameter, part, gradient
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
@@ -648,7 +694,8 @@ class TrainingEngine:
         shown = [m for m in parameters if m.group is not None]
         for managed in shown:
             gradients = [g for part in managed.parts if (g := self.gradients.gather(part)) is not None]
-            managed.parameter.grad = torch.cat(gradients) if len(gradients) > 1 else next(iter(gradients), None)
+            whole = torch.cat(gradients) if len(gradients) > 1 else next(iter(gradients), None)
+            managed.parameter.grad = like(managed.parameter, whole) if whole is not None else None
         try:
             yield
         finally:
@@ -657,7 +704,7 @@ class TrainingEngine:
                 managed.parameter.grad = None
                 if gradient is not None:
                     for part in managed.parts:
-                        self.gradients.replace(part, part.rows_of(gradient))
+                        self.gradients.replace(part, part.rows_of(local_of(gradient)))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be, in memory."""
@@ -700,6 +747,9 @@ class TrainingEngine:
         counters = self.store.engine.counters() if self.store.engine is not None else None
         self.store.pool.collect()
         sent, calls = self.ranks.traffic.snapshot() if self.ranks is not None else ({}, {})
+        if self._replicas is not None:
+            of_activations = self._replicas.traffic.snapshot()
+            sent, calls = sent | of_activations[0], calls | of_activations[1]
         return Stats(
             num_steps=self._num_steps,
             num_parameters=sum(p.num_elements for p in self._managed.values()),
@@ -721,6 +771,7 @@ class TrainingEngine:
             optimizer_bytes=sum(size.record for size in self._sizes),
             bucket_bytes=2 * self._bucket_bytes,
             copy_bytes=self._copy_bytes,
+            activation_bytes=self.activations.shelf.total_bytes if self.activations is not None else 0,
             sent_bytes=sent,
             num_exchanges=calls,
         )

@@ -16,18 +16,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._C import _autograd
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held, through
 from zero_infinity.runtime import parked
+from zero_infinity.runtime.dtensors import around, is_distributed, local_of
+from zero_infinity.runtime.ordinary import ordinary_tensors
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 
 # Dead storages that may be remembered beyond as many as are alive.
@@ -37,7 +37,7 @@ _DEAD_STORAGES = 8
 class Handle:
     """A saved tensor that lies in a unit: what is needed to find it again."""
 
-    __slots__ = ("__weakref__", "kind", "offset", "parameter", "size", "stride", "version")
+    __slots__ = ("__weakref__", "kind", "offset", "parameter", "size", "spec", "stride", "version")
 
     def __init__(
         self,
@@ -46,23 +46,42 @@ class Handle:
         stride: tuple[int, ...],
         offset: int,
         kind: tuple[torch.dtype, bool, bool] | None = None,
+        spec: Any = None,
     ) -> None:
         self.parameter = parameter
         self.size = size
         self.stride = stride
         self.offset = offset
         self.kind = kind  # of a view that is not simply a part: its dtype, whether it is conjugated, and negated
+        self.spec = spec  # of the DTensor around it, if there was one
         self.version = parameter.version
         parameter.unit.saved(self)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The saved tensor in its unit's elements."""
+        local = self._part_of(flat)
+        return local if self.spec is None else around(local, self.spec)
+
+    def _part_of(self, flat: torch.Tensor) -> torch.Tensor:
         if self.kind is None:
             return flat.as_strided(self.size, self.stride, self.offset)
         dtype, conjugated, negated = self.kind
         tensor = flat.view(dtype).as_strided(self.size, self.stride, self.offset)
         tensor = tensor.conj() if conjugated else tensor
         return torch._neg_view(tensor) if negated else tensor
+
+
+class Restorable(Protocol):
+    """What is held in the place of a saved tensor that is kept elsewhere."""
+
+    def restore(self) -> torch.Tensor: ...
+
+
+class KeepSaved(Protocol):
+    """Who keeps saved tensors elsewhere."""
+
+    def __call__(self, tensor: torch.Tensor, *, is_input: bool) -> Restorable | None:
+        """What is held in the place of `tensor`; None when it stays. `is_input`: of a block that is recomputed."""
 
 
 class _Delegated:
@@ -87,6 +106,10 @@ class Exposure:
         # By address. Some have died: a finalizer would be one more place for an interrupt to strike.
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
         self._forget_dead_at = _DEAD_STORAGES
+        # Set when training is prepared with saved tensors to be kept in blocks: who keeps them, and which.
+        self.keep_saved: KeepSaved = _ignore
+        self.keeps_all = False
+        self.num_keeping = 0  # blocks being called whose inputs are kept
         self._num_exposed = 0
         self._thread = 0
         self.num_copying = 0  # state_dicts being made
@@ -100,7 +123,7 @@ class Exposure:
         if flat is not None and unit.the_source().current(unit):
             return flat
         # The user may be inside inference_mode, a FakeTensorMode or a torch.func transform; what we make is ordinary.
-        with _ordinary_tensors():
+        with ordinary_tensors():
             flat = unit.the_source().acquire(unit)
         unit.alive = weakref.ref(flat)
         self._remember(flat.untyped_storage(), unit)
@@ -137,7 +160,7 @@ class Exposure:
             parameter.num_exposures -= 1
             self._num_exposed -= 1
             if not parameter.num_exposures:
-                with _ordinary_tensors():
+                with ordinary_tensors():
                     self._keep_edits(parameter)
                     parked.park(parameter)
             unit = parameter.unit
@@ -207,7 +230,7 @@ class Exposure:
         self._num_exposed += 1
         parameter.num_exposures += 1
         if parameter.num_exposures == 1:
-            with _ordinary_tensors():
+            with ordinary_tensors():
                 parked.show(parameter, parameter.of(unit.flat), watched=watched)
                 parameter.exposed_version = parameter.parameter._version
                 if put_there is not None:
@@ -223,7 +246,7 @@ class Exposure:
                 "  fix:   edit parameters inside zi.gathered([...])"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            if parameter.parameter.data_ptr() == cell.data_ptr():
+            if local_of(parameter.parameter).data_ptr() == cell.data_ptr():
                 return None
             parked.check_same_kind(parameter, parameter.parameter)
             return parked.data_of(parameter)
@@ -236,7 +259,7 @@ class Exposure:
             return
         if data.untyped_storage()._cdata != unit.flat.untyped_storage()._cdata:
             parameter.of(unit.flat).copy_(data)
-            parameter.parameter.data = parameter.of(unit.flat)
+            parked.point(parameter, parameter.of(unit.flat))
             # What was saved for backward before may have been a view of the old tensor.
             parameter.num_changes += 1
         elif parameter.parameter._version == parameter.exposed_version:
@@ -273,26 +296,30 @@ class Exposure:
         """A handle when `tensor` lies in a unit's memory."""
         # The tensor is often the parameter itself: its shape and place are asked for past the net.
         with torch._C.DisableTorchFunctionSubclass():
+            spec = tensor._spec if is_distributed(tensor) else None
             unit = self._unit_of(tensor)
             if unit is not None:
-                offset = int(tensor.storage_offset())
-                kind = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+                local = local_of(tensor)
+                offset = int(local.storage_offset())
+                kind = (local.dtype, local.is_conj(), local.is_neg())
                 if kind == (unit.compute_dtype, False, False):
-                    return Handle(unit.parameter_at(offset), tensor.size(), tensor.stride(), offset)
-                owner = unit.parameter_at(offset * tensor.itemsize // unit.compute_dtype.itemsize)
-                return Handle(owner, tensor.size(), tensor.stride(), offset, kind)
+                    return Handle(unit.parameter_at(offset), local.size(), local.stride(), offset, spec=spec)
+                owner = unit.parameter_at(offset * local.itemsize // unit.compute_dtype.itemsize)
+                return Handle(owner, local.size(), local.stride(), offset, kind, spec)
             parameter = parked.managed(tensor) if isinstance(tensor, nn.Parameter) else None
             if parameter is None:
                 return None
             # An autograd.Function gets parameters as they are, and may save them so; or the user has put another tensor
             # in the place of the exposed one.
             if parameter.num_exposures:
-                with _ordinary_tensors():
+                with ordinary_tensors():
                     self._keep_edits(parameter)
-            return Handle(parameter, parameter.shape, parameter.stride, parameter.offset)
+            return Handle(parameter, parameter.shape, parameter.stride, parameter.offset, spec=spec)
 
     def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit in whose memory `tensor` lies."""
+        """The unit in whose memory `tensor` (of a DTensor: its local part) lies."""
+        if is_distributed(tensor):
+            tensor = tensor._local_tensor
         if not self._storages or tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -315,11 +342,31 @@ class Exposure:
         handle = self.handle_for(tensor)
         if handle is not None:
             return handle
+        if self.keeps_all or self.num_keeping:
+            kept = self.keep_saved(tensor, is_input=self.num_keeping > 0)
+            if kept is not None:
+                return kept
         # A node that saves its own output and gets it back here would keep itself alive, out of the collector's sight.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
+    @contextmanager
+    def keeping_saved(self) -> Iterator[None]:
+        """Inside, tensors that no other hooks want are kept by `keep_saved`."""
+        with held():
+            pushed = self.push_hooks()
+            self.num_keeping += 1
+            try:
+                with through():
+                    yield
+            finally:
+                self.num_keeping -= 1
+                if pushed:
+                    _autograd._pop_saved_tensors_default_hooks()
+
     def _unpack(self, packed: Any) -> torch.Tensor:
-        return self.restore(packed) if isinstance(packed, Handle) else packed
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return self.restore(packed) if isinstance(packed, Handle) else packed.restore()
 
 
 class _ComposedHooks:
@@ -352,15 +399,5 @@ def outer_pack() -> Callable[..., Any] | None:
     return pack
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(*_: Any, **__: Any) -> None:
     return None
-
-
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if not transformed and not torch.is_inference_mode_enabled() and not torch._C._len_torch_dispatch_stack():
-        yield
-        return
-    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), _disable_current_modes():
-        yield

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.errors import TornStepError, UsageError
 from zero_infinity.runtime.cycle import Cycle
+from zero_infinity.runtime.dtensors import local_gradient
 from zero_infinity.runtime.jobs import Fresh, Update, Whole, part_of
 from zero_infinity.runtime.record import Chunk, Record, Segment
 from zero_infinity.runtime.recording import BACKWARD
@@ -86,6 +87,7 @@ class Gradients:
                 "step's" + _TORN
             )
         self.cycle.read(unit)
+        self._updater.help()
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
         """Autograd has put a gradient on the parameter."""
@@ -95,12 +97,14 @@ class Gradients:
         if gradient is None:
             return
         self._follow_backward()
+        self._updater.help()
         for part in parameter.parts:
             self.take(part, part.rows_of(gradient))
 
     def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None:
         """A function that uses a parameter in tiles has made a gradient of one, in backward."""
         self._follow_backward()
+        self._updater.help()
         self.take(tile, gradient)
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
@@ -121,6 +125,7 @@ class Gradients:
 
     def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient that has come, in the order of its unit's elements and in the record's dtype."""
+        gradient = local_gradient(parameter.parameter, gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
@@ -206,9 +211,8 @@ class Gradients:
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
         if self._outstanding_bytes + num_bytes > self._reserve:
-            start = time.perf_counter()
-            self._updater.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
-            self._residency.waited(room_for(unit), start)
+            with self._residency.waiting(room_for(unit)):
+                self._updater.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
         if self._outstanding_bytes + num_bytes > self._reserve:
             for waiting in self._waiting.values():
                 for parameter, flat in waiting.items():

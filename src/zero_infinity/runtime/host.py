@@ -19,6 +19,7 @@ import torch
 from zero_infinity.config import Config
 from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.runtime import parked
+from zero_infinity.runtime.dtensors import local_of
 from zero_infinity.runtime.exposure import Exposure
 from zero_infinity.runtime.recording import Recording
 from zero_infinity.runtime.residency import Residency
@@ -123,11 +124,13 @@ class ParameterHost:
             flat = memory.view(unit.dtype)
             if not unit.is_stored_in_parts:
                 for managed in unit.parameters:
-                    managed.of(flat).copy_(managed.value())
+                    managed.of(flat).copy_(local_of(managed.value()))
             else:
                 for managed in unit.parameters:
                     mine = unit.stored.overlap(managed.offset, managed.end)
-                    part = managed.flattened(managed.value())[mine.start - managed.offset : mine.stop - managed.offset]
+                    part = managed.flattened(local_of(managed.value()))[
+                        mine.start - managed.offset : mine.stop - managed.offset
+                    ]
                     flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
         self.store.mark_dirty(block)
 

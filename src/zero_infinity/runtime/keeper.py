@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zero_infinity.errors import UsageError
+from zero_infinity.runtime.dtensors import like, local_of
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
@@ -50,7 +51,7 @@ class RecordKeeper:
             topic = Topic("state gather", parameter.unit.number, f"the optimizer's state of {parameter.name}")
             self._wire.agree(topic)
             self._wire.gather(topic, [(flat, parameter.spans)])
-        return flat.as_strided(parameter.shape, parameter.stride)
+        return like(parameter.parameter, flat.as_strided(parameter.shape, parameter.stride))
 
     def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
         """Take over a state of the plain optimizer."""
@@ -90,7 +91,7 @@ class RecordKeeper:
             record.scalars.clear()
 
     def _write(self, parameter: ManagedParameter, name: str, value: torch.Tensor) -> None:
-        flat = parameter.flattened(value.detach())
+        flat = parameter.flattened(local_of(value.detach()))
         for chunk, segment, slot in self._slots(parameter, name):
             slot.copy_(flat[segment.start : segment.stop])
             if chunk.record is not None:

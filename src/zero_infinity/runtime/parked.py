@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from zero_infinity.errors import UsageError
+from zero_infinity.runtime.dtensors import local_of
 from zero_infinity.runtime.dynamo import not_compiled
 from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter
 
@@ -70,7 +71,7 @@ def adopt(parameter: ManagedParameter, exposer: Exposer) -> None:
 def park(parameter: ManagedParameter) -> None:
     """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
     with torch._C.DisableTorchFunctionSubclass():  # it may be parked already, by whom it moves away from
-        _SET_DATA(parameter.parameter, parameter.parked_data)
+        point(parameter, parameter.parked_data)
     parameter.parameter.__class__ = _as(ParkedParameter, parameter.plain_class)
 
 
@@ -78,11 +79,21 @@ def show(parameter: ManagedParameter, data: torch.Tensor, *, watched: bool) -> N
     """Point the parameter at real values and give it its own class again, or one that tells of hidden changes."""
     plain = parameter.plain_class
     parameter.parameter.__class__ = _as(WatchedParameter, plain) if watched else plain
-    _SET_DATA(parameter.parameter, data)
+    point(parameter, data)
+
+
+def point(parameter: ManagedParameter, data: torch.Tensor) -> None:
+    """Put `data` in the place of what the parameter points at, past the net."""
+    if parameter.is_distributed:
+        parameter.parameter._local_tensor = data  # type: ignore[attr-defined]
+    else:
+        _SET_DATA(parameter.parameter, data)
 
 
 def data_of(parameter: ManagedParameter) -> torch.Tensor:
     """What an exposed parameter points at, for ourselves."""
+    if parameter.is_distributed:
+        return local_of(parameter.parameter)
     data: torch.Tensor = _GET_DATA(parameter.parameter)
     return data
 
@@ -90,7 +101,10 @@ def data_of(parameter: ManagedParameter) -> torch.Tensor:
 @functools.cache
 def _as(state: type[nn.Parameter], plain: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class of a parameter in this state whose own class is `plain`: an instance is one of both."""
-    return state if plain is nn.Parameter else types.new_class(state.__name__ + plain.__name__, (state, plain))
+    if plain is nn.Parameter:
+        return state
+    bases = (_ParkedDTensor,) if state is ParkedParameter and hasattr(plain, "full_tensor") else (state,)
+    return types.new_class(state.__name__ + plain.__name__, (*bases, plain))
 
 
 def _getters(*names: str) -> set[Any]:
@@ -185,9 +199,7 @@ class ParkedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is an ordinary parameter with the values in memory (or parked, while a model is being built)."""
         parameter = self.__dict__[ATTRIBUTE]
-        copied: nn.Parameter = _call_exposed([parameter], copy.deepcopy, lambda: self.__deepcopy__(memo))
-        for name in (ATTRIBUTE, ATTRIBUTE + "_exposer"):
-            copied.__dict__.pop(name, None)
+        copied: nn.Parameter = _call_exposed([parameter], copy.deepcopy, lambda: _copy_exposed(self, memo))
         exposer_of(parameter).copied(parameter, copied)
         return copied
 
@@ -196,6 +208,25 @@ class ParkedParameter(nn.Parameter):
             f"parameter {self.__dict__[ATTRIBUTE].name!r} is parked and cannot be pickled\n"
             "  fix:   pickle copy.deepcopy(model), or model.state_dict()"
         )
+
+
+class _ParkedDTensor(ParkedParameter):
+    """What of a DTensor reads its local part and is no torch function."""
+
+    def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._exposed("to_local", *args, **kwargs)
+
+    def full_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._exposed("full_tensor", *args, **kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._exposed("redistribute", *args, **kwargs)
+
+    def _exposed(self, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameter: ManagedParameter = self.__dict__[ATTRIBUTE]
+        func = getattr(parameter.plain_class, name)
+        result: torch.Tensor = _call_exposed([parameter], func, lambda: func(self, *args, **kwargs))
+        return result
 
 
 class WatchedParameter(nn.Parameter):
@@ -225,9 +256,19 @@ class WatchedParameter(nn.Parameter):
         watched = type(self)
         self.__class__ = self.__dict__[ATTRIBUTE].plain_class
         try:
-            return copy.deepcopy(self, memo)
+            return _copy_exposed(self, memo)
         finally:
             self.__class__ = watched
+
+
+def _copy_exposed(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy that nobody manages. Some classes' copies take along whatever is on a tensor."""
+    ours = {name: parameter.__dict__.pop(name) for name in (ATTRIBUTE, ATTRIBUTE + "_exposer")}
+    try:
+        copied: nn.Parameter = parameter.__deepcopy__(memo)
+        return copied
+    finally:
+        parameter.__dict__.update(ours)
 
 
 def _may_change(parameter: nn.Parameter) -> None:
@@ -289,6 +330,7 @@ def check_same_kind(parameter: ManagedParameter, data: torch.Tensor) -> None:
     """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
     cell = parameter.cell
     with torch._C.DisableTorchFunctionSubclass():
+        data = local_of(data)
         old = (cell.dtype, cell.device, parameter.shape)
         new = (data.dtype, data.device, data.shape)
     if old != new:

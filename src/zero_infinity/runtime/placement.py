@@ -62,14 +62,22 @@ class Placement:
     lookahead: int
     chunk_bytes: int  # of one record, about
     swap: int  # bytes to reserve on NVMe
+    least: int = 0  # the smallest cache that would do
 
     @property
     def needed(self) -> int:
         return self.resident + self.set_aside + self.cache
 
 
-def place(units: Sequence[UnitSize], budget: int, together: Sequence[tuple[str, int]], *, nvme: bool) -> Placement:
-    """Divide `budget` bytes; `CapacityError` when it cannot work.
+def place(
+    units: Sequence[UnitSize],
+    budget: int,
+    together: Sequence[tuple[str, int]],
+    *,
+    nvme: bool,
+    activations: bool = False,
+) -> Placement:
+    """Divide `budget` bytes; `CapacityError` when it cannot work. `activations`: they share the cache.
 
     `together`: modules whose parameters are needed all at once, with the bytes of these.
     """
@@ -91,13 +99,15 @@ def place(units: Sequence[UnitSize], budget: int, together: Sequence[tuple[str, 
     set_aside = max(gradients, min(all_gradients, int(budget * _GRADIENT_SHARE)))
     chunk = _chunk_bytes(budget - resident - set_aside)
     everything = sum(u.total(chunk) for u in moving)
-    cache = min(budget - resident - set_aside, everything)
+    most = budget if activations else everything
+    cache = min(budget - resident - set_aside, most)
     _check(moving, together, budget, resident, gradients, chunk)
-    if cache < _minimum(moving, together, chunk):
+    least = _minimum(moving, together, chunk)
+    if cache < least:
         # Tight: only what one unit's gradients need is set aside.
         set_aside = gradients
-        cache = min(budget - resident - set_aside, everything)
-    return Placement(homes, resident, set_aside, cache, int(cache * _LOOKAHEAD_SHARE), chunk, everything)
+        cache = min(budget - resident - set_aside, most)
+    return Placement(homes, resident, set_aside, cache, int(cache * _LOOKAHEAD_SHARE), chunk, everything, least)
 
 
 def _homes(units: Sequence[UnitSize], budget: int) -> tuple[Home, ...]:

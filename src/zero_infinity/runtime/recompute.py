@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_infinity.config import Config
 from zero_infinity.runtime.dynamo import not_compiled
-from zero_infinity.runtime.exposure import outer_pack
+from zero_infinity.runtime.exposure import Exposure, outer_pack
 from zero_infinity.runtime.hooks import Hook
 from zero_infinity.runtime.stacks import Stack, find_stacks
 
@@ -46,17 +46,18 @@ def find_blocks(model: nn.Module, config: Config) -> Stack:
     return [block for stack in stacks for block in stack[::interval] if not _calls_checkpoint(block)]
 
 
-def attach(blocks: Stack) -> None:
-    """Let these blocks be computed again in backward, from now on."""
+def attach(blocks: Stack, exposure: Exposure | None = None) -> None:
+    """Let these blocks be computed again in backward, from now on; their inputs are kept by `exposure`."""
     for block in blocks:
-        block.__dict__["_call_impl"] = Recomputed(block)
+        block.__dict__["_call_impl"] = Recomputed(block, exposure)
 
 
 class Recomputed(Hook):
     """Calls a block so that it is computed again in backward. A copy of the block is a plain one."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, exposure: Exposure | None) -> None:
         self._block = block
+        self._exposure = exposure
         self._call: Callable[..., Any] = block._call_impl
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once that is known
 
@@ -86,7 +87,9 @@ class Recomputed(Hook):
                 return self._call(*args, **kwargs)
 
         del args, kwargs, leaves
-        result = checkpoint(run, *tensors, use_reentrant=False)
+        # The checkpoint saves its inputs under the hooks around it, and everything else under its own.
+        with self._exposure.keeping_saved() if self._exposure is not None else nullcontext():
+            result = checkpoint(run, *tensors, use_reentrant=False)
         if self._changing is None:
             self._changing = [(b.owner, b.name) for b in buffers if b.has_changed]
             buffers[:] = [b for b in buffers if b.has_changed]

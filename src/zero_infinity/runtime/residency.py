@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from zero_infinity.errors import CapacityError
@@ -30,6 +30,7 @@ class Residency:
         self.recording = recording
         self.policy = Policy(budget, lookahead, self._in_use)
         self.waited_seconds = 0.0
+        self.before_wait: Callable[[], None] = _nothing  # called by the computing thread
         self._blocks: dict[int, Block] = {}
         self._pins: Counter[int] = Counter()
         # Autograd runs hooks of accelerator graphs on a thread of its own.
@@ -40,6 +41,13 @@ class Residency:
         if block.home is Home.NVME:
             self._blocks[block.key] = block
             self.policy.add(block.key, block.held_bytes)
+
+    def remove(self, block: Block) -> None:
+        """Drop a block that the recorded order does not mention; it must not be used again."""
+        with self._lock:
+            self.expire(block)
+            self._blocks.pop(block.key, None)
+        self.store.drop(block)
 
     def limit(self, budget: int, lookahead: int) -> None:
         """From now on the blocks may take `budget` bytes together; what is over that leaves."""
@@ -86,12 +94,15 @@ class Residency:
     def wait(self, block: Block) -> None:
         """Wait until an accessed block is in memory and no worker is going to change it."""
         if not self.store.ready(block):
-            start = time.perf_counter()
-            self.store.wait(block)
-            self.waited(block.name, start)
+            with self.waiting(block.name):
+                self.store.wait(block)
 
-    def waited(self, name: str, start: float) -> None:
-        """The computing thread has stood still since `start`, for `name`."""
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """The computing thread stands still in here, for `name`."""
+        self.before_wait()
+        start = time.perf_counter()
+        yield
         seconds = time.perf_counter() - start
         self.waited_seconds += seconds
         if self.recording is not None:
@@ -140,3 +151,7 @@ class Residency:
             f"  fix:   memory={suggest_bytes(self.store.pool.budget + error.needed)} or more, if one operation needs "
             "all of these at once; else drop the tensors that refer to them"
         )
+
+
+def _nothing() -> None:
+    return None

@@ -13,7 +13,6 @@ waits for it. (In stages 1 and 2 updated parameters go to all ranks: there every
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -151,15 +150,16 @@ class ShardedGradients(Gradients):
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside, or nothing under way will make room."""
-        start: float | None = None
         with self._lock:
-            while self._outstanding_bytes + num_bytes > self._reserve and self._submitted_bytes:
-                start = start or time.perf_counter()
-                with through():
-                    self._released.wait(_POLL_SECONDS)
+            if self._is_short_of(num_bytes):
+                with self._residency.waiting(room_for(unit)):
+                    while self._is_short_of(num_bytes):
+                        with through():
+                            self._released.wait(_POLL_SECONDS)
             self._outstanding_bytes += num_bytes
-        if start is not None:
-            self._residency.waited(room_for(unit), start)
+
+    def _is_short_of(self, num_bytes: int) -> bool:
+        return self._outstanding_bytes + num_bytes > self._reserve and self._submitted_bytes > 0
 
     def _summed(self, num_bytes: int) -> None:
         self._release(num_bytes)

@@ -233,10 +233,8 @@ class ComputeCache:
                 self._access(group)
             copy = self._copies[group.key][unit]
         if not copy.ready.is_set():
-            start = time.perf_counter()
-            with through():
+            with self._residency.waiting(unit.name), through():
                 copy.ready.wait()
-            self._residency.waited(unit.name, start)
         if copy.error is not None:
             raise again(copy.error)
         if copy.make_safe is not None:

@@ -30,6 +30,7 @@ class Stats:
     optimizer_bytes: int
     bucket_bytes: int
     copy_bytes: int  # room for copies of parameters where they are computed
+    activation_bytes: int  # blocks for saved tensors, in use or free
     # What this rank has sent to others, and in how many exchanges, by kind. Empty on one rank.
     sent_bytes: dict[str, int]
     num_exchanges: dict[str, int]

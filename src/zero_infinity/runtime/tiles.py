@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zero_infinity.errors import CapacityError, ConfigError
+from zero_infinity.runtime.dtensors import is_distributed
 from zero_infinity.runtime.precision import Precision
 from zero_infinity.runtime.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit
 from zero_infinity.shard.partition import Sharding
@@ -105,7 +106,13 @@ def _does_with_tiles(module: nn.Module) -> bool:
 def _may_be_cut(weight: nn.Parameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    if weight.dim() != 2 or hooked or not weight.is_floating_point() or weight.layout is not torch.strided:
+    if (
+        is_distributed(weight)
+        or weight.dim() != 2
+        or hooked
+        or not weight.is_floating_point()
+        or weight.layout is not torch.strided
+    ):
         return False
     built: ManagedParameter | None = weight.__dict__.get(ATTRIBUTE)
     stride = built.stride if built is not None else dense_stride(weight.detach())

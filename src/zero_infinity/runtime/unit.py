@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_infinity.errors import UsageError
+from zero_infinity.runtime.dtensors import is_distributed, local_of
 from zero_infinity.shard.partition import GRAIN, NOTHING, ONE_RANK, Sharding, Span, round_up
 from zero_infinity.store.block import Block
 
@@ -48,7 +49,7 @@ class TiledUse(Protocol):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ManagedParameter:
-    """One parameter of the user's, and where its elements lie in its unit.
+    """One parameter of the user's, and where its elements (of a DTensor: its local ones) lie in its unit.
 
     A large one may have *tiles*: rows of it, each in a unit of its own, that hold its values and are trained in its
     place. Its own unit then has no block, and is put together from them for who needs it whole. (`runtime/tiles.py`)
@@ -63,6 +64,7 @@ class ManagedParameter:
     cell: torch.Tensor  # one element: NaN
     parked_data: torch.Tensor  # what the parameter shows while its bytes are elsewhere: the cell, with the true shape
     plain_class: type[nn.Parameter]
+    is_distributed: bool = False  # the local part of a DTensor
     num_exposures: int = 0
     exposed_version: int = 0
     num_changes: int = 0  # by updates, and by tensors that the user put in its place
@@ -233,20 +235,27 @@ def make_unit(
     for full_name, parameter in parameters:
         # A cell of its own for each, so that whoever writes into a parked parameter by a side door is found out.
         cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
+        local = local_of(parameter)
+        if local is not parameter and compute_dtype != local.dtype:
+            raise UsageError(
+                f"parameter {full_name!r} is a DTensor of {local.dtype} and cannot be computed in {compute_dtype}\n"
+                "  fix:   convert the model before parallelize_module, and leave param_dtype and compute_dtype out"
+            )
         unit.parameters.append(
             ManagedParameter(
                 parameter=parameter,
                 name=full_name,
                 unit=unit,
                 offset=unit.num_elements,
-                shape=parameter.shape,
-                stride=dense_stride(parameter.detach()),
+                shape=local.shape,
+                stride=dense_stride(local.detach()),
                 cell=cell,
-                parked_data=cell.expand(parameter.shape),
+                parked_data=cell.expand(local.shape),
                 plain_class=plain_class_of(parameter),
+                is_distributed=is_distributed(parameter),
             )
         )
-        unit.num_elements += round_up(parameter.numel())
+        unit.num_elements += round_up(local.numel())
     layout = sharding.layout(unit.num_elements, number)
     unit.num_elements, unit.spans = layout.num_elements, layout.spans
     unit.stored, unit.owned = layout.stored, layout.owned
@@ -264,7 +273,7 @@ def manageable(parameter: nn.Parameter) -> bool:
     """Real, floating point, dense and not empty; everything else stays where it is."""
     if nn.parameter.is_lazy(parameter):
         raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
-    return parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel() > 0
+    return parameter.is_floating_point() and parameter.layout is torch.strided and local_of(parameter).numel() > 0
 
 
 def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tuple[str, nn.Parameter]]]]:
@@ -291,8 +300,9 @@ def refuse_shared_memory(model: nn.Module) -> None:
         if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if ATTRIBUTE not in tensor.__dict__:
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.itemsize, name, moves))
+            local = local_of(tensor)
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((local.data_ptr(), local.data_ptr() + last * local.itemsize, name, moves))
     for (_, end, name, moves), (start, _, other, other_moves) in pairwise(sorted(spans)):
         if start <= end and start and (moves or other_moves):
             raise UsageError(

@@ -2,16 +2,16 @@
 
 A job works on one unit: for each chunk it waits for the chunk's blocks, changes them in place, and lets them go home.
 Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched) by the thread
-that submitted it, in the order in which the job uses them; here they are only waited for, changed and let go. The
-worker never touches an `nn.Parameter`.
+that submitted it, in the order in which the job uses them; here they are only waited for, changed and let go. A job
+never touches an `nn.Parameter`.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,10 +19,15 @@ import torch
 
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
+from zero_infinity.runtime.ordinary import ordinary_tensors
 from zero_infinity.runtime.record import Chunk
 from zero_infinity.runtime.recording import Recording
 from zero_infinity.store.block import Block
 from zero_infinity.store.blocks import BlockStore
+
+# How long the computing thread may stay away from what it could update before the worker does it: longer than most
+# operations between two uses of parameters.
+_PATIENCE_SECONDS = 0.25
 
 
 class Job(Protocol):
@@ -58,18 +63,22 @@ class _Progress:
 class Updater:
     """Runs jobs in their order. An error in a job is kept, and raised by whoever submits or waits next.
 
-    On a CPU that also computes the model (`shares_cores`), chunks whose bytes are there already are updated at once by
-    the thread that submits them, on all its cores: a second thread would only take turns with the model's own kernels
-    on the same cores. What has to wait for a drive is left to the worker, which uses one core.
+    With an accelerator (`shares_cores` is False) a worker thread runs them all. On a CPU that also computes the model
+    a second thread would take turns with the model's kernels on the same cores, and each of these ends with its slowest
+    core. So there the thread that computes runs what is ready whenever it comes by (`help`), on all its cores; the
+    worker steps in, on one core, while that thread waits (`take_over`), and when it has not come by for a while.
     """
 
     def __init__(self, store: BlockStore, *, shares_cores: bool, recording: Recording | None = None) -> None:
         self._store = store
         self._recording = recording
         self._shares_cores = shares_cores
-        self._jobs: queue.SimpleQueue[_Progress | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._num_pending = 0
+        self._jobs: deque[_Progress] = deque()
+        self._is_running = False  # somebody works on the first job
+        self._is_away = not shares_cores  # the computing thread does not come by
+        self._num_chunks = 0
+        self._is_closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
         num_threads = torch.get_num_threads()
@@ -79,24 +88,39 @@ class Updater:
         # What the worker has set for itself is what threads to come would start with.
         torch.set_num_threads(num_threads)
 
+    # ------------------------------------------------------------------ the computing thread
+
     def submit(self, job: Job) -> None:
-        """Run the job, or leave it to the worker."""
+        """Run the job, or leave it for later."""
         self.check()
-        progress = _Progress(job)
-        if self._shares_cores and not self._num_pending:
-            start = time.perf_counter()
-            try:
-                if self._run(progress, wait=False):
-                    return
-            except BaseException as error:
-                self._fail(again(error))
-                raise
-            finally:
-                if self._recording is not None:
-                    self._recording.updated(start)
         with self._changed:
-            self._num_pending += 1
-        self._jobs.put(progress)
+            self._jobs.append(_Progress(job))
+            self._changed.notify_all()
+        self.help()
+
+    def help(self) -> None:
+        """The computing thread comes by: update what is ready."""
+        if not self._jobs or not self._shares_cores or not self._begin():
+            return
+        start = time.perf_counter()
+        try:
+            with ordinary_tensors():
+                while self._go_on(wait=False):
+                    pass
+        except BaseException as error:
+            self._fail(again(error))
+            raise
+        finally:
+            self._end()
+            if self._recording is not None:
+                self._recording.updated(start)
+
+    def take_over(self) -> None:
+        """The computing thread is about to wait: until it comes by again, the worker need not."""
+        if self._jobs and not self._is_away:
+            with self._changed:
+                self._is_away = True
+                self._changed.notify_all()
 
     def check(self) -> None:
         """Raise what a job failed with."""
@@ -105,12 +129,13 @@ class Updater:
 
     @property
     def num_pending(self) -> int:
-        return self._num_pending
+        return len(self._jobs)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds (looked at after every job) or no job is left."""
+        self.take_over()
         with self._changed:
-            while self._error is None and self._num_pending and not condition():
+            while self._error is None and self._jobs and not condition():
                 with through():
                     self._changed.wait()
         self.check()
@@ -120,46 +145,89 @@ class Updater:
         self.wait_until(lambda: False)
 
     def close(self) -> None:
-        """End the thread after the job that runs now; what waits is dropped. Idempotent."""
+        """End the thread after the chunk that it works on now; what waits is dropped. Idempotent."""
         if self._error is None:
             # Whoever waits for a block that a dropped job was to change has to know, or waits for ever.
             self._fail(EngineClosedError("the updater is closed"))
-        self._jobs.put(None)
+        with self._changed:
+            self._is_closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    # ------------------------------------------------------------------ the worker
 
     def _work(self) -> None:
         torch.set_num_threads(1)
         self._started.set()
-        while (progress := self._jobs.get()) is not None:
-            if self._error is None:
-                try:
-                    self._run(progress, wait=True)
-                except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
-                    # Without its frames, which hold the model for as long as the error lives.
-                    error.add_note("in the update worker:\n" + "".join(traceback.format_tb(error.__traceback__)))
-                    self._fail(error.with_traceback(None))
-            with self._changed:
-                self._num_pending -= 1
-                self._changed.notify_all()
-            del progress
+        while self._is_needed():
+            try:
+                self._go_on(wait=True)
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
+                # Without its frames, which hold the model for as long as the error lives.
+                error.add_note("in the update worker:\n" + "".join(traceback.format_tb(error.__traceback__)))
+                self._fail(error.with_traceback(None))
+            finally:
+                self._end()
+
+    def _is_needed(self) -> bool:
+        """Wait until there is a chunk that nobody else works on; False when there will be none."""
+        with self._changed:
+            while not self._is_closed:
+                num_chunks = self._num_chunks
+                idle = bool(self._jobs) and not self._is_running
+                if idle and self._is_away:
+                    break
+                # Not away: it has some time to come by.
+                told = self._changed.wait(_PATIENCE_SECONDS if idle else None)
+                if idle and not told and not self._is_running and self._jobs and num_chunks == self._num_chunks:
+                    break
+            self._is_running = not self._is_closed
+            return self._is_running
+
+    # ------------------------------------------------------------------ whoever runs
+
+    def _begin(self) -> bool:
+        """The computing thread is here; whether it may run the first job."""
+        with self._changed:
+            self._is_away = False
+            if self._is_running or self._error is not None:
+                return False
+            self._is_running = True
+            return True
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
+        with self._changed:
+            self._error = error
+            self._jobs.clear()
         self._store.fail(error)
 
-    def _run(self, progress: _Progress, *, wait: bool) -> bool:
-        """Go on with a job: to its end, or (`wait` is False) as far as goes without waiting. True: it is done."""
+    def _go_on(self, *, wait: bool) -> bool:
+        """Work on the next chunk of the first job, unless (`wait` is False) that would wait. True: there was one."""
+        with self._changed:
+            if not self._jobs:
+                return False  # closed meanwhile
+            progress = self._jobs[0]
         job = progress.job
-        if not wait and not job.is_ready:
-            return False
-        with torch.no_grad():
-            while progress.next_chunk < len(job.chunks):
-                chunk = job.chunks[progress.next_chunk]
-                if not wait and not all(self._store.changeable(block) for block in job.blocks(chunk)):
-                    return False
+        if progress.next_chunk < len(job.chunks):
+            chunk = job.chunks[progress.next_chunk]
+            if not wait and not (job.is_ready and all(self._store.changeable(block) for block in job.blocks(chunk))):
+                return False
+            with torch.no_grad():
                 job.apply(chunk, self._store)
-                progress.next_chunk += 1
-        job.finish(self._store)
-        self._store.heap.look()  # optimizers make temporaries
+            progress.next_chunk += 1
+            self._num_chunks += 1
+        if progress.next_chunk == len(job.chunks):
+            job.finish(self._store)
+            self._store.heap.look()  # optimizers make temporaries
+            with self._changed:
+                if self._jobs:
+                    self._jobs.popleft()
+                self._changed.notify_all()
         return True

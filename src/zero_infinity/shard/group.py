@@ -59,6 +59,7 @@ class RankGroup:
     """One engine's view of its ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
         self.rank = group.rank()
         self.num_ranks = group.size()
         number = next(_numbers[group.group_name])

@@ -1,0 +1,101 @@
+"""Parameters that tensor parallelism has split already: torch's DTensors, of which a rank has a local part.
+
+Only that part is managed, as if it were the parameter: it is stored, shown, updated and sharded over the data-parallel
+ranks like any other. The DTensor around it says what the whole looks like, and stays as it is. A gradient that is a
+partial sum (a norm's under sequence parallelism) is summed over the mesh first, as the parameter itself is laid out.
+
+`torch.distributed.tensor` takes a second to import, so it is not imported here: where nobody has, there is no DTensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import all_reduce, get_process_group_ranks
+
+from zero_infinity.errors import UsageError
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_distributed(tensor: torch.Tensor) -> TypeGuard[Any]:
+    """Whether it is a DTensor."""
+    if type(tensor) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it: all, unless it is a DTensor."""
+    if not is_distributed(tensor):
+        return tensor
+    local: Any = tensor._local_tensor
+    # What a collective is still bringing has to be waited for.
+    part: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
+    return part
+
+
+def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """A DTensor with this local part."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as the local part of a tensor that is laid out as `parameter`; as it is for a plain one."""
+    return around(local, parameter._spec) if is_distributed(parameter) else local
+
+
+def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient, once that is laid out as its parameter."""
+    if is_distributed(gradient) and is_distributed(parameter) and gradient.placements != parameter.placements:
+        with torch.no_grad():
+            gradient = gradient.redistribute(placements=parameter.placements)
+    return local_of(gradient)
+
+
+def whole_norms(norms: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norms of whole gradients, given those of local parts. Every rank of the parameters' meshes has to ask."""
+    whole = list(norms)
+    split: dict[tuple[ProcessGroup, ...], list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        if groups := _groups_of(parameter):
+            split.setdefault(groups, []).append(number)
+    for groups, numbers in split.items():
+        squares = torch.stack([whole[number] for number in numbers]).square()
+        for group in groups:
+            all_reduce(squares, group=group)
+        for number, norm in zip(numbers, squares.sqrt(), strict=True):
+            whole[number] = norm
+    return whole
+
+
+def _groups_of(parameter: torch.Tensor) -> tuple[ProcessGroup, ...]:
+    """Those over which the parts of a parameter are spread."""
+    if not is_distributed(parameter):
+        return ()
+    placements = enumerate(parameter.placements)
+    return tuple(parameter.device_mesh.get_group(dim) for dim, placement in placements if placement.is_shard())
+
+
+def check_group(named: dict[str, nn.Parameter], group: ProcessGroup | None) -> None:
+    """Raise when ranks of `group`, who are to have the same parameters, have different parts of one."""
+    if group is None:
+        return
+    members = set(get_process_group_ranks(group))
+    for name, parameter in named.items():
+        if is_distributed(parameter):
+            common = members & set(parameter.device_mesh.mesh.flatten().tolist())
+            if len(common) > 1:
+                raise UsageError(
+                    f"{name!r} is split over ranks {sorted(common)} (tensor parallel), which are also ranks to share "
+                    'the states with\n  fix:   group=mesh["dp"]: the ranks that have the same parameters'
+                )

@@ -1,0 +1,143 @@
+"""Where the bytes of saved tensors are put: what is asked of such a place, and the one in the engine's store.
+
+A `BlockShelf` keeps them as blocks, which the policy may push out to NVMe and fetches back ahead of backward: putting
+is one access, taking another, in an order that repeats every step. For that, blocks are used again: there is a pool for
+each size, and of its free blocks the first is taken, whichever order they came back in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Protocol
+
+import torch
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.runtime.residency import Residency
+from zero_infinity.store.block import Block, Home
+from zero_infinity.store.extents import round_up
+
+
+class Slot(Protocol):
+    """Bytes that were put somewhere."""
+
+    def take(self, into: torch.Tensor) -> None:
+        """Copy them out, and give their room back."""
+
+    def drop(self) -> None:
+        """Give their room back."""
+
+
+class Shelf(Protocol):
+    """Somewhere to put bytes. Used by one thread at a time."""
+
+    held_bytes: int  # that were put there and not taken
+
+    @property
+    def total_bytes(self) -> int:
+        """Of what is used again and again, in use or free."""
+
+    @property
+    def room(self) -> int:
+        """The most that can be put there now."""
+
+    def put(self, data: torch.Tensor) -> Slot | None:
+        """Keep a copy of these bytes; None when there is no room."""
+
+    def end_cycle(self) -> None:
+        """A step is over."""
+
+
+class BlockShelf:
+    """Bytes in blocks, under a residency's policy and budget.
+
+    `limit`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
+    memory then, the bytes that all of them may take.
+    """
+
+    def __init__(self, residency: Residency, home: Home, limit: int) -> None:
+        self.residency = residency
+        self._home = home
+        self._limit = limit
+        self._free: dict[int, list[tuple[int, Block]]] = {}  # heaps, by size
+        self._used: set[int] = set()  # keys of the blocks that this cycle has used
+        self.held_bytes = 0
+        self._total_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    @property
+    def room(self) -> int:
+        return max(0, self._limit - (self.held_bytes if self._home is Home.RAM else 0))
+
+    def put(self, data: torch.Tensor) -> Slot | None:
+        block = self._take_block(data.nbytes)
+        if block is None:
+            return None
+        residency = self.residency
+        try:
+            residency.access(block)
+        except CapacityError:
+            self.give_back(block)
+            return None
+        residency.wait(block)
+        with residency.pinned(block), residency.store.changing(block) as memory:
+            memory.copy_(data)
+        residency.store.mark_dirty(block)
+        return _BlockSlot(self, block)
+
+    def end_cycle(self) -> None:
+        """Drop free blocks that the step did not use, lest new sizes in each step pile up."""
+        idle = [b for heap in self._free.values() for key, b in heap if key not in self._used]
+        if idle:
+            expected = set(self.residency.policy.order)
+            for block in idle:
+                if block.key not in expected:
+                    heap = self._free[block.num_bytes]
+                    heap.remove((block.key, block))
+                    heapq.heapify(heap)
+                    self._total_bytes -= block.num_bytes
+                    self.residency.remove(block)
+        self._used.clear()
+
+    def give_back(self, block: Block) -> None:
+        self.residency.expire(block)
+        heapq.heappush(self._free[block.num_bytes], (block.key, block))
+        self.held_bytes -= round_up(block.num_bytes)
+
+    def _take_block(self, num_bytes: int) -> Block | None:
+        size = round_up(num_bytes)
+        if size > self.room:
+            return None
+        free = self._free.setdefault(num_bytes, [])
+        if free:
+            _, block = heapq.heappop(free)
+        else:
+            block = self.residency.store.create("a saved tensor", num_bytes, self._home)
+            self.residency.add(block)
+            self._total_bytes += num_bytes
+        self._used.add(block.key)
+        self.held_bytes += size
+        return block
+
+
+class _BlockSlot:
+    """One block in use."""
+
+    __slots__ = ("_block", "_shelf")
+
+    def __init__(self, shelf: BlockShelf, block: Block) -> None:
+        self._shelf = shelf
+        self._block = block
+
+    def take(self, into: torch.Tensor) -> None:
+        residency = self._shelf.residency
+        residency.access(self._block)
+        residency.wait(self._block)
+        into.copy_(residency.store.lease(self._block))
+        self.drop()
+
+    def drop(self) -> None:
+        self._shelf.give_back(self._block)

@@ -1,0 +1,362 @@
+"""Saved tensors in blocks: the same bits, on whichever tier, and no more memory for more layers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.compare import (
+    FITS,
+    FITS_RAM,
+    HALF,
+    MINIMAL,
+    Run,
+    Setting,
+    adamw,
+    assert_identical,
+    budget_bytes,
+    compare,
+    run_plain,
+    run_prepared,
+    sgd,
+    training,
+)
+from support.models import mean_square, sequences, vectors
+from test_checkpointing import BLOCKS, only_layers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero_infinity as zi
+from zero_infinity.api import engine_of
+from zero_infinity.plan.infinity import Transformer
+from zero_infinity.runtime import activations
+
+BOTH: list[dict[str, Any]] = [
+    {"checkpoint_activations": True, "offload_activations": True},
+    {"offload_activations": "all"},
+    {"checkpoint_activations": 2, "offload_activations": "all"},
+    {"checkpoint_activations": True, "offload_activations": "arena"},
+]
+NAMES = ["checkpoints", "all", "mixed", "arena"]
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved tensors of half a KiB are moved like large ones."""
+    monkeypatch.setattr(activations, "_SMALL_BYTES", 512)
+
+
+def room(make: Callable[[], nn.Module], setting: Setting, **config: Any) -> int:
+    """The setting's memory, and 64 KiB more for saved tensors."""
+    return budget_bytes(make, adamw, setting, **config) + (64 << 10)
+
+
+# Which of them at which budget, for every model.
+HOMES = [(0, FITS_RAM), (0, FITS), (0, MINIMAL), (1, FITS_RAM), (1, HALF), (1, MINIMAL), (2, MINIMAL), (3, HALF)]
+
+
+@pytest.mark.parametrize(("which", "setting"), HOMES, ids=[f"{NAMES[which]}-{setting}" for which, setting in HOMES])
+@pytest.mark.parametrize("name", [*BLOCKS])
+def test_same_bits(name: str, which: int, setting: Setting, tmp_path: Path) -> None:
+    case, how = BLOCKS[name], BOTH[which]
+    script = training(case.batch, case.loss, num_steps=3)
+    config = zi.Config(memory=room(case.make, setting, **how), nvme=tmp_path if setting.nvme else None, **how)
+    outcome = run_prepared(case.make, script, adamw, config)
+    assert_identical(run_plain(case.make, script, adamw), outcome)
+    assert outcome.stats is not None
+    assert outcome.stats.activation_bytes > 0
+
+
+@pytest.mark.parametrize("how", BOTH[:3], ids=NAMES[:3])
+def test_where_there_is_no_room_it_is_said_once(how: dict[str, Any], tmp_path: Path) -> None:
+    case = BLOCKS["gpt2"]
+    with pytest.warns(zi.ConfigWarning, match="stays outside of the memory budget.*\n  fix: ") as found:
+        compare(case.make, training(case.batch, case.loss), adamw, MINIMAL, tmp_path, **how)
+    assert len(found) == 1
+
+
+def test_graphs_that_are_used_twice_or_never(tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            torch.manual_seed(number)
+            mean_square(run.model, vectors()(number + 10))  # its graph dies without a backward
+            loss = mean_square(run.model, vectors()(number))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.log(loss)
+
+    for how in BOTH:
+        config = zi.Config(memory=room(only_layers, HALF, **how), nvme=tmp_path, update="after_backward", **how)
+        assert_identical(run_plain(only_layers, script, adamw), run_prepared(only_layers, script, adamw, config))
+
+
+@pytest.mark.parametrize("how", BOTH, ids=NAMES)
+def test_an_input_that_is_changed_in_place_is_another_one(how: dict[str, Any], tmp_path: Path) -> None:
+    """While the graph of its old value is still there, and is used or not."""
+
+    def script(run: Run) -> None:
+        x = vectors()(0)
+        for _ in range(3):
+            old = mean_square(run.model, x)
+            with torch.no_grad():
+                x.add_(1)
+            loss = mean_square(run.model, x)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.log(loss, old)
+
+    config = zi.Config(memory=room(only_layers, HALF, **how), nvme=tmp_path, **how)
+    assert_identical(run_plain(only_layers, script, adamw), run_prepared(only_layers, script, adamw, config))
+
+
+def test_without_gradients_nothing_is_kept(tmp_path: Path) -> None:
+    model, _ = zi.prepare(*made(only_layers), zi.Config(memory="4MiB", nvme=tmp_path, offload_activations="all"))
+    with torch.no_grad():
+        model(vectors()(0))
+    with torch.inference_mode():
+        model(vectors()(0))
+    assert zi.stats(model).activation_bytes == 0
+
+
+def made(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = make()
+    return model, sgd(model)
+
+
+# ---------------------------------------------------------------------- what is held
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of the storages that torch has made inside, and that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        return result
+
+    def num_bytes(self) -> int:
+        gc.collect()
+        found = [reference() for reference in self._storages.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
+
+def held_after_forward(depth: int, directory: Path, **changes: Any) -> int:
+    """Bytes of activations in torch's memory between forward and backward, after a warm step."""
+    model, optimizer = zi.prepare(
+        *made(lambda: only_layers(depth, 64)), zi.Config(memory="256KiB", nvme=directory, **changes)
+    )
+    batch = sequences(64, 16, 4)(0)
+    mean_square(model, batch).backward()
+    optimizer.step()
+    alive = Alive()
+    with alive:
+        output = model(batch)
+    held = alive.num_bytes()
+    output.sum().backward()
+    optimizer.step()
+    return held
+
+
+def test_held_bytes_do_not_grow_with_depth(tmp_path: Path) -> None:
+    one = 4 * 16 * 64 * 4
+    recomputed = [held_after_forward(depth, tmp_path, checkpoint_activations=True) for depth in (4, 8, 16)]
+    # The output, and the inputs of all blocks but the first: that is the batch, which was there before.
+    assert recomputed == [4 * one, 8 * one, 16 * one]
+    offloaded = [
+        held_after_forward(depth, tmp_path, checkpoint_activations=True, offload_activations=True)
+        for depth in (4, 8, 16)
+    ]
+    # The output.
+    assert offloaded == [one, one, one]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("depth", [4, 8])
+def test_bytes_are_those_of_the_equation(depth: int, interval: int, tmp_path: Path) -> None:
+    """2 * bsz * seq * hd * nl / ci, in 16 bits."""
+    batch, seq, hidden = 4, 16, 64
+    equation = Transformer(depth, hidden, heads=1, seq=seq, interval=interval).checkpoint_bytes(batch)
+    for offload in (True, "arena"):
+        config = zi.Config(memory="512KiB", nvme=tmp_path, checkpoint_activations=interval, offload_activations=offload)
+        model, optimizer = zi.prepare(*made(lambda: only_layers(depth, hidden).bfloat16()), config)
+        for number in range(2):
+            mean_square(model, sequences(hidden, seq, batch)(number).bfloat16()).backward()
+            optimizer.step()
+        assert zi.stats(model).activation_bytes == equation
+
+
+def test_back_in_reverse_order_ahead_of_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    depth = 8
+    model, optimizer = zi.prepare(
+        *made(lambda: only_layers(depth, 64)),
+        zi.Config(memory="256KiB", nvme=tmp_path, checkpoint_activations=True, offload_activations=True),
+    )
+    residency = engine_of(model).residency
+    seen: list[tuple[int, bool, bool]] = []
+    access = residency.access
+
+    def watched(block: Any) -> None:
+        if block.name == "a saved tensor":
+            seen.append((block.key, block.has_content, block.key in residency.policy))
+        access(block)
+
+    monkeypatch.setattr(residency, "access", watched)
+    for _ in range(5):
+        seen.clear()
+        read = zi.stats(model).bytes_read
+        mean_square(model, sequences(64, 16, 4)(0)).backward()
+        optimizer.step()
+    written = [key for key, has_content, _ in seen if not has_content]
+    wanted = [key for key, has_content, _ in seen if has_content]
+    assert len(written) == depth
+    assert wanted == written[::-1]
+    # All of them were there, or on their way, when backward came to ask; and some had been out on the drive.
+    assert all(is_there for _, has_content, is_there in seen if has_content)
+    assert zi.stats(model).bytes_read > read
+
+
+def test_the_arena_is_constant_and_grows_with_what_is_needed() -> None:
+    config = zi.Config(memory="4MiB", checkpoint_activations=True, offload_activations="arena")
+    model, optimizer = zi.prepare(*made(lambda: only_layers(4, 64)), config)
+    sizes, places = [], set()
+    for rows in (2, 2, 4, 4, 2, 2):
+        mean_square(model, sequences(64, 16, rows)(0)).backward()
+        optimizer.step()
+        sizes.append(zi.stats(model).activation_bytes)
+        places.add(engine_of(model).activations.shelf._memory.data_ptr())  # type: ignore[union-attr]
+    one = 4 * 16 * 64 * 4
+    assert sizes == [2 * one, 2 * one, 4 * one, 4 * one, 4 * one, 4 * one]
+    assert len(places) == 2
+    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
+
+
+def test_blocks_are_used_again_and_the_order_repeats(tmp_path: Path) -> None:
+    model, optimizer = zi.prepare(
+        *made(lambda: only_layers(8, 64)),
+        zi.Config(memory="256KiB", nvme=tmp_path, checkpoint_activations=True, offload_activations=True),
+    )
+    batch = sequences(64, 16, 4)(0)
+    sizes, deviations, written = [], [], []
+    for _ in range(7):
+        mean_square(model, batch).backward()
+        optimizer.step()
+        stats = zi.stats(model)
+        sizes.append(stats.activation_bytes)
+        deviations.append(stats.num_deviations)
+        written.append(stats.bytes_written)
+    assert set(sizes) == {8 * 4 * 16 * 64 * 4}
+    assert deviations[-1] == deviations[-2] == deviations[-3]
+    assert written[-1] > written[-2]
+    assert stats.memory_peak <= stats.memory_budget
+    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
+
+
+def test_other_sizes_in_each_step_do_not_pile_up(tmp_path: Path) -> None:
+    model, optimizer = zi.prepare(
+        *made(only_layers), zi.Config(memory="256KiB", nvme=tmp_path, offload_activations="all")
+    )
+    sizes = []
+    for number in range(12):
+        mean_square(model, vectors(32, 8 + number)(number)).backward()
+        optimizer.step()
+        sizes.append(zi.stats(model).activation_bytes)
+    assert sizes[-1] < 3 * sizes[0] * 20 / 8
+
+
+class Shared(nn.Module):
+    """All blocks are given the same two tensors, one of them as a view."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Biased() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = x.sin()
+        for layer in self.layers:
+            x = layer(x, bias, bias.t())
+        return x
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + bias * turned.t()).tanh()
+
+
+def test_what_several_blocks_use_is_stored_once(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"checkpoint_activations": True, "offload_activations": True}
+    make = lambda: Shared(5)
+    script = training(vectors(32, 16), mean_square)
+    config = zi.Config(memory="256KiB", nvme=tmp_path, **how)
+    outcome = run_prepared(make, script, adamw, config)
+    assert_identical(run_plain(make, script, adamw), outcome)
+    assert outcome.stats is not None
+    assert outcome.stats.activation_bytes == (5 + 1) * 16 * 32 * 4
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def test_inputs_of_no_block() -> None:
+    for value in (True, "arena"):
+        with pytest.raises(zi.ConfigError, match='checkpoint_activations=True, or offload_activations="all"'):
+            zi.Config(offload_activations=value)
+
+
+@pytest.mark.parametrize("wrong", [1, "some", None])
+def test_values_that_make_no_sense(wrong: Any) -> None:
+    with pytest.raises(zi.ConfigError, match="offload_activations=.*'all'"):
+        zi.Config(checkpoint_activations=True, offload_activations=wrong)
+
+
+@pytest.mark.parametrize("how", BOTH, ids=NAMES)
+@pytest.mark.parametrize("nvme", [False, True])
+def test_on_an_accelerator(how: dict[str, Any], nvme: bool, tmp_path: Path) -> None:
+    script = training(vectors(), mean_square, num_steps=3)
+    torch.manual_seed(0)
+    model = only_layers()
+    config = zi.Config(memory="512KiB", nvme=tmp_path if nvme else None, **how)
+    model, optimizer = zi.prepare(model, adamw(model), config, accelerator=zi.EmulatedAccelerator(64 << 10))
+    run = Run(model, optimizer, prepared=True)
+    script(run)
+    assert zi.stats(model).activation_bytes > 0
+    plain = run_plain(only_layers, script, adamw)
+    for expected, found in zip(plain.logged, run.logged, strict=True):
+        assert torch.equal(expected, found)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(plain.weights[name], parameter)
+
+
+def test_a_forward_that_fails_gives_everything_back(tmp_path: Path) -> None:
+    config = zi.Config(memory="256KiB", nvme=tmp_path, checkpoint_activations=True, offload_activations=True)
+    model, optimizer = zi.prepare(*made(only_layers), config)
+    handle = model[3].up.register_forward_pre_hook(lambda *_: 1 / 0)  # type: ignore[index, union-attr]
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            model(vectors()(0))
+    handle.remove()
+    mean_square(model, vectors()(0)).backward()
+    optimizer.step()
+    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
+    # Blocks of a forward that failed were free again for the next.
+    assert zi.stats(model).activation_bytes == 4 * 8 * 32 * 4
