@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from zero_infinity.checkpoint.loading import Loading
+from zero_infinity.checkpoint.saving import Saving
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime.accelerator import Place, TorchAccelerator
@@ -116,6 +120,53 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
             "  fix:   use torch.nn.utils.clip_grad_norm_ for models that are not prepared, one call for each model"
         )
     return engine.clip_now(listed, max_norm)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: StreamedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a prepared model between two steps, as a new checkpoint in the directory `path`; returns its folder.
+
+    With the optimizer: its states and settings, the number of steps, the loss scale and the random states, for training
+    to go on exactly. `extra`: what else it needs: numbers, texts, lists, dicts, small tensors, and objects with a
+    `state_dict` (schedulers, data loaders). `keep`: remove all but the newest so many checkpoints in `path` afterwards.
+    On several ranks: all of them call it, with a path that all of them see.
+    """
+    engine = _engine_of_both(model, optimizer)
+    engine.rest()
+    return Saving(model, engine, with_optimizer=optimizer is not None).write(Path(path), extra or {}, keep)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: StreamedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load the checkpoint `path`, or the latest one in it, into a prepared model; returns what was saved as `extra`.
+
+    Ranks, stage, memory, drives and dtypes may be others than when it was saved. Objects in `extra` that have a
+    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded.
+    """
+    engine = _engine_of_both(model, optimizer)
+    return Loading(model, engine, with_optimizer=optimizer is not None, strict=strict).read(Path(path), extra or {})
+
+
+def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:
+    engine = engine_of(model)
+    if optimizer is not None and getattr(optimizer, "engine", None) is not engine:
+        raise UsageError(
+            f"this {type(optimizer).__name__} is not the optimizer of this model\n"
+            "  fix:   give the optimizer that zi.prepare has returned with the model"
+        )
+    return engine
 
 
 def synchronize(model: nn.Module) -> None:

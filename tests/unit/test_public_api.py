@@ -18,6 +18,7 @@ PROJECT = Path(__file__).parents[2]
 def test_all_is_what_we_promise() -> None:
     assert sorted(zero_infinity.__all__) == [
         "CapacityError",
+        "CheckpointError",
         "Config",
         "ConfigError",
         "ConfigWarning",
@@ -39,7 +40,9 @@ def test_all_is_what_we_promise() -> None:
         "clip_grad_norm_",
         "gathered",
         "init",
+        "load",
         "prepare",
+        "save",
         "stats",
         "synchronize",
     ]

@@ -604,6 +604,51 @@ class TrainingEngine:
         self.gradients.drain()
         self.store.settle()
 
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def step_wire(self) -> Wire | None:
+        """To the other ranks, for the thread that computes."""
+        return self._wires.steps if self._wires is not None else None
+
+    def rest(self) -> None:
+        """Wait until nothing is under way and every block holds what its users see; between two steps only."""
+        self.gradients.check_between_steps()
+        self.settle()
+        for source in {unit.the_source() for unit in self.units}:
+            source.write_home()
+        for unit, record in self.records.items():
+            for managed in unit.parameters:
+                if record.has_master and managed.edited and managed in record.state_names:
+                    self.keeper.take_edits(managed)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, every value and state is replaced. A failure leaves neither the old ones nor the new ones: torn."""
+        self.gradients.restart()
+        self.settle()
+        for unit in self.units:
+            unit.the_source().updated(unit)
+        self.gradients.torn = "loading a checkpoint failed half-way: some values are old ones and some new ones"
+        yield
+        self.gradients.torn = None
+        for managed in self._managed.values():
+            managed.num_changes += 1
+            managed.edited = False
+        for source in {unit.the_source() for unit in self.units}:
+            source.end_cycle(same_order=False)
+        self.residency.end_cycle(same_order=False)
+
+    def go_on_from(self, num_steps: int) -> None:
+        """This many steps have been taken."""
+        self._num_steps = num_steps
+        if self.ranks is not None:
+            self.ranks.num_steps = num_steps
+
     def write_trace(self) -> None:
         """Write what was recorded so far, if a trace is wanted."""
         if self._recording is not None:
