@@ -45,7 +45,8 @@ _EXPORTS = {
     "api": "clip_grad_norm_ gathered init load prepare save stats synchronize",
     "config": "Config ConfigWarning",
     "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
-    "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError ZeroInfinityError",
+    "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
+    "ZeroInfinityError",
     "runtime.accelerator": "EmulatedAccelerator",
     "runtime.stats": "Stats",
 }

@@ -84,15 +84,24 @@ def _encode_tensor(tensor: torch.Tensor, where: str, kind: str) -> Any:
 
 def decode(value: Any, where: str) -> Any:
     """What `encode` was given. Raises `CheckpointError` for anything that it did not make."""
+    try:
+        return _decode(value, where)
+    except RecursionError:
+        raise CheckpointError(f"{where} is damaged: it is nested without end") from None
+
+
+def _decode(value: Any, where: str) -> Any:
     if isinstance(value, list):
-        return [decode(item, where) for item in value]
+        return [_decode(item, where) for item in value]
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
-        return {key: decode(item, where) for key, item in value.items()}
+        return {key: _decode(item, where) for key, item in value.items()}
     try:
         return _decode_kind(value[_KIND], value, where)
     except CheckpointError:
+        raise
+    except RecursionError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
@@ -105,13 +114,13 @@ def _decode_kind(kind: object, value: dict[str, Any], where: str) -> Any:
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["value"]]
         case "tuple":
-            return tuple(decode(item, where) for item in value["items"])
+            return tuple(_decode(item, where) for item in value["items"])
         case "set":
-            return {decode(item, where) for item in value["items"]}
+            return {_decode(item, where) for item in value["items"]}
         case "dict":
-            return {decode(key, where): decode(item, where) for key, item in value["items"]}
+            return {_decode(key, where): _decode(item, where) for key, item in value["items"]}
         case "counter":
-            return Counter({decode(key, where): decode(item, where) for key, item in value["items"]})
+            return Counter({_decode(key, where): _decode(item, where) for key, item in value["items"]})
         case "bytes":
             return base64.b64decode(value["data"], validate=True)
         case "tensor":

@@ -58,17 +58,21 @@ class Aside:
             directory.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(directory)
             self.path = directory / f".saving-{secrets.token_hex(8)}"
-            self.path.mkdir(mode=0o777)
-            self._lock = _locked(self.path)
+            self.path.mkdir()
+            try:
+                self._lock = _locked(self.path)
+            except OSError:
+                self.path.rmdir()
+                raise
 
     def publish(self, step: int, keep: int | None) -> Path:
         """Give it its name: from here on it is the latest. Then remove those beyond the newest `keep`."""
         with storage_errors(self._directory, "name a checkpoint in"):
             sync_directory(self.path)
             final = self._rename(step)
+            self._unlock()  # it is a checkpoint from here on
             sync_directory(self._directory)
             self._point_latest(final.name)
-        self._unlock()
         if keep is not None:
             with storage_errors(self._directory, "remove an old checkpoint in"):
                 _prune(self._directory, keep, final.name)

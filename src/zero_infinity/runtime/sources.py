@@ -303,7 +303,10 @@ class ComputeCache:
     def write_home(self) -> None:
         with self._lock:
             for copy in [copy for copies in self._copies.values() for copy in copies.values() if copy.written]:
-                self._write_home(copy.unit, copy.flat())  # the user may write again: the copy stays marked
+                flat = copy.flat()
+                self._write_home(copy.unit, flat)  # the user may write again: the copy stays marked
+                if copy.unit.dtype != copy.unit.compute_dtype:
+                    flat.copy_(flat.to(copy.unit.dtype))  # as in `keep`
 
     def _in_use(self, key: int) -> bool:
         if self._pins[key] or self._is_shared:
