@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.api import clip_grad_norm_ as clip_grad_norm_
+    from zero_infinity.api import export as export
     from zero_infinity.api import gathered as gathered
     from zero_infinity.api import init as init
     from zero_infinity.api import load as load
+    from zero_infinity.api import load_pretrained as load_pretrained
     from zero_infinity.api import prepare as prepare
     from zero_infinity.api import save as save
     from zero_infinity.api import stats as stats
@@ -42,7 +44,7 @@ __version__ = "0.1.0"
 
 # Module -> the public names that live in it.
 _EXPORTS = {
-    "api": "clip_grad_norm_ gathered init load prepare save stats synchronize",
+    "api": "clip_grad_norm_ export gathered init load load_pretrained prepare save stats synchronize",
     "config": "Config ConfigWarning",
     "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "

@@ -18,7 +18,9 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from zero_infinity.checkpoint.exporting import Exporting
 from zero_infinity.checkpoint.loading import Loading
+from zero_infinity.checkpoint.pretrained import Pretrained
 from zero_infinity.checkpoint.saving import Saving
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
@@ -157,6 +159,33 @@ def load(
     """
     engine = _engine_of_both(model, optimizer)
     return Loading(model, engine, with_optimizer=optimizer is not None, strict=strict).read(Path(path), extra or {})
+
+
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Load the weights of a safetensors file, or of a Hugging Face folder, into a model of `zi.init` or `zi.prepare`.
+
+    They are never whole in memory: each rank reads what it keeps, in the dtype that it keeps. Names and fused weights
+    are converted as `from_pretrained` of transformers does. Master copies are set, the optimizer's states stay as they
+    are. Inside of `zi.init`, too, once the model is made.
+    """
+    hosts = _hosts(model)
+    if len(hosts) != 1:
+        raise UsageError(
+            "this model was neither prepared nor built inside of zi.init\n"
+            "  fix:   zi.prepare(model, optimizer, config) first; or from_pretrained, if it fits in memory"
+        )
+    Pretrained(model, hosts[0], strict=strict).read(Path(path))
+
+
+def export(directory: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    """Write a prepared model's weights to a new folder, as `from_pretrained` of transformers reads them.
+
+    Safetensors files, with the config of a Hugging Face model. `dtype`: of floating-point weights; else they are written
+    with all the bits that there are. On several ranks: all of them call it.
+    """
+    engine = engine_of(model)
+    engine.rest()
+    Exporting(model, engine).write(Path(directory), dtype)
 
 
 def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:

@@ -152,7 +152,7 @@ def test_everything_that_does_not_fit_is_told_at_once(saved: tuple[Pair, Path, A
 def test_not_strict_leaves_alone_what_one_of_them_lacks(saved: tuple[Pair, Path, Any], tmp_path: Path) -> None:
     (model, _), folder, _ = saved
     larger = mlp(depth=5)
-    other, its_optimizer = prepared(tmp_path, larger)
+    other, _ = prepared(tmp_path, larger)
     before = copied(other.state_dict())
     zi.load(folder, other, strict=False)
     known = dict(model.named_parameters())
@@ -165,7 +165,10 @@ def test_not_strict_leaves_alone_what_one_of_them_lacks(saved: tuple[Pair, Path,
     [
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "the optimizer (1): was AdamW, and is SGD"),
         (lambda m: torch.optim.AdamW(list(m.parameters())[1:]), "the optimizer (1): had groups of"),
-        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "other states (10): 0.bias ['exp_avg', 'exp_avg_sq']"),
+        (
+            lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
+            "other states (10): 0.bias ['exp_avg', 'exp_avg_sq']",
+        ),
     ],
 )
 def test_another_optimizer(make: Any, problem: str, saved: tuple[Pair, Path, Any]) -> None:
@@ -205,7 +208,9 @@ def test_ties(tmp_path: Path) -> None:
     with pytest.raises(zi.CheckpointError, match="had groups of"):
         zi.load(folder, *apart)
     folder = zi.save(tmp_path / "apart", *apart)
-    with pytest.raises(zi.CheckpointError, match=r"tied in the model, apart in the checkpoint \(1\): a.weight = b.weight"):
+    with pytest.raises(
+        zi.CheckpointError, match=r"tied in the model, apart in the checkpoint \(1\): a.weight = b.weight"
+    ):
         zi.load(folder, tied[0])
 
 

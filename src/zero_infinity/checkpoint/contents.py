@@ -68,7 +68,7 @@ class Contents:
         parts = []
         for known in unit.parameters:
             mine = unit.stored.overlap(known.offset, known.end)
-            if len(mine):
+            if len(mine) and known.parameter in self.names:  # and was not replaced while the model was built
                 start = mine.start - known.offset
                 derived = record is not None and record.has_master and known in record.state_names
                 key = (MODEL, self.first_name(known))
@@ -121,7 +121,9 @@ def contents_of(model: nn.Module, host: ParameterHost, records: Mapping[Unit, Re
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
-    strangers = [p.name for unit in host.units for p in unit.parameters if p.parameter not in contents.names]
+    # While a model is built, there are also units of parameters that were replaced (tied) meanwhile.
+    units = host.units if host.training is not None else []
+    strangers = [p.name for unit in units for p in unit.parameters if p.parameter not in contents.names]
     if strangers:
         raise UsageError(
             f"{strangers[0]!r} and {len(strangers) - 1} more parameters of a prepared model are not in this one\n"

@@ -42,7 +42,10 @@ class Council:
         self._settle(phase, None)
 
     def _settle(self, phase: str, error: Exception | None) -> None:
-        if self._wire is None or self._ranks is None:
+        if self._ranks is None:
+            return
+        if self._wire is None:  # of a model that is being built
+            self._ranks.all_well(f"{self._name} ({phase})", error)
             return
         said = self._wire.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({phase})"), [error is not None])
         if any(failed for (failed,) in said):

@@ -15,10 +15,10 @@ from support.compare import assert_same
 import zero_infinity as zi
 from zero_infinity.checkpoint import codec
 
-keys = st.one_of(st.text(max_size=5), st.integers(-5, 5), st.just("$"), st.tuples(st.integers(0, 3), st.text(max_size=2)))
-scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10), st.binary(max_size=10)
+keys = st.one_of(
+    st.text(max_size=5), st.integers(-5, 5), st.just("$"), st.tuples(st.integers(0, 3), st.text(max_size=2))
 )
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10), st.binary(max_size=10))
 values = st.recursive(
     scalars,
     lambda inner: st.one_of(
@@ -84,11 +84,15 @@ json_values = st.recursive(
         st.booleans(),
         st.integers(),
         st.floats(allow_nan=False, allow_infinity=False),
-        st.sampled_from(["tensor", "tuple", "float", "F32", "BOOL", "AAAA", "nan", "x", "set", "counter", "dict", "array"]),
+        st.sampled_from(
+            ["tensor", "tuple", "float", "F32", "BOOL", "AAAA", "nan", "x", "set", "counter", "dict", "array"]
+        ),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["$", "items", "data", "shape", "dtype", "value", "complex", "k"]), inner, max_size=5),
+        st.dictionaries(
+            st.sampled_from(["$", "items", "data", "shape", "dtype", "value", "complex", "k"]), inner, max_size=5
+        ),
     ),
     max_leaves=10,
 )

@@ -68,7 +68,9 @@ def test_round_trip(tmp_path: Path) -> None:
     json.loads(example().to_bytes())  # it is JSON, for everybody
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "x", "a/b.safetensors", "", ".", "model-1-of-1.safetensors", "N" * 9999])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "x", "a/b.safetensors", "", ".", "model-1-of-1.safetensors", "N" * 9999]
+)
 def test_odd_names_of_files(name: str, tmp_path: Path) -> None:
     with pytest.raises(zi.CheckpointError, match="is no name of a file of a checkpoint|characters"):
         read(tmp_path, changed(("files", name), {"bytes": 1, "crc32": 1}))

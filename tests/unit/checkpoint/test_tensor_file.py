@@ -16,13 +16,17 @@ from zero_infinity.checkpoint import tensor_file
 shapes = st.lists(st.integers(0, 5), max_size=3)
 # Those that the oldest supported safetensors package knows, too.
 dtypes = st.sampled_from(["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"])
-tensors = st.dictionaries(st.text(min_size=1, max_size=20).filter(lambda n: n != "__metadata__"), st.tuples(dtypes, shapes))
+tensors = st.dictionaries(
+    st.text(min_size=1, max_size=20).filter(lambda n: n != "__metadata__"), st.tuples(dtypes, shapes)
+)
 in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @in_a_directory
 @given(kinds=tensors)
-def test_the_safetensors_package_reads_what_is_composed(kinds: dict[str, tuple[str, list[int]]], tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_what_is_composed(
+    kinds: dict[str, tuple[str, list[int]]], tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     beginning, entries = tensor_file.compose(kinds)
     end = max((entry.stop for entry in entries.values()), default=len(beginning))
