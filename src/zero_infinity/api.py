@@ -140,7 +140,6 @@ def save(
     On several ranks: all of them call it, with a path that all of them see.
     """
     engine = _engine_of_both(model, optimizer)
-    engine.rest()
     return Saving(model, engine, with_optimizer=optimizer is not None).write(Path(path), extra or {}, keep)
 
 
@@ -180,12 +179,10 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 def export(directory: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
     """Write a prepared model's weights to a new folder, as `from_pretrained` of transformers reads them.
 
-    Safetensors files, with the config of a Hugging Face model. `dtype`: of floating-point weights; else they are written
-    with all the bits that there are. On several ranks: all of them call it.
+    Safetensors files, with the config of a Hugging Face model. `dtype`: of floating-point weights; else they are
+    written with all the bits that there are. On several ranks: all of them call it.
     """
-    engine = engine_of(model)
-    engine.rest()
-    Exporting(model, engine).write(Path(directory), dtype)
+    Exporting(model, engine_of(model)).write(Path(directory), dtype)
 
 
 def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:

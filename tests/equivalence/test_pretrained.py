@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from support.compare import adamw, assert_same, copied
 from support.models import CASES, mlp
@@ -65,6 +66,7 @@ def test_in_and_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     expected = values(reference)
     monkeypatch.setattr(exporting, "SHARD_BYTES", 30_000)
     zi.export(tmp_path / "out", model)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_same("exported", expected, values(auto(name).from_pretrained(tmp_path / "out")))
     # The same names and shapes as transformers itself writes, tied and fused weights included.
     reference.save_pretrained(tmp_path / "theirs")
@@ -172,3 +174,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(zi.CheckpointError, match="pickled weights are not read"):
         zi.load_pretrained(model, tmp_path)
+
+
+def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    """Its checkpoints hold ordinary state dicts: what a prepared model gives, and takes."""
+    plain = made("gpt2", seed=1)
+    model, optimizer = zi.prepare(plain, adamw(plain), config(tmp_path))
+    CASES["gpt2"].loss(model, CASES["gpt2"].batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = values(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other = made("gpt2", seed=2)
+    other, _ = zi.prepare(other, adamw(other), config(tmp_path))
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other.load_state_dict(state["model"])
+    assert_same("values", expected, values(other))

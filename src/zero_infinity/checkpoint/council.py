@@ -6,7 +6,6 @@ goes by the ranks' common store.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +15,14 @@ from zero_infinity.shard.group import RankGroup
 from zero_infinity.shard.wire import Topic, Wire
 
 _NUMBER = -30  # of the topic
-# What is told by the store can be told once, so every council has names of its own: the same on every rank, as all of
-# them call the same functions in the same order.
-_numbers = itertools.count()
 
 
 class Council:
     """The ranks of one model for the time of one call; one rank alone agrees with itself."""
 
     def __init__(self, call: str, ranks: RankGroup | None, wire: Wire | None) -> None:
-        self._name = f"{call} #{next(_numbers)}" if ranks is not None else call
+        # The same on every rank, as all of them call the same functions in the same order.
+        self._name = f"{call} #{next(ranks.call_numbers)}" if ranks is not None else call
         self._ranks = ranks
         self._wire = wire
         self.rank = ranks.rank if ranks is not None else 0

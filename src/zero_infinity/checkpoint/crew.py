@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from zero_infinity.interrupts import through
 from zero_infinity.store.engine import ALIGNMENT
 
 Job = Callable[[memoryview], None]
@@ -53,7 +54,8 @@ class Crew:
         waiting = iter(jobs)
         futures = [self._executor.submit(self._work, waiting, memoryview(room)) for room in self._rooms]
         for future in futures:
-            future.exception()
+            with through():
+                future.exception()
         for future in futures:
             future.result()
 

@@ -45,7 +45,6 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     model: nn.Module | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write the weights of `checkpoint` to the new folder `directory`; returns their bytes.
 
@@ -55,7 +54,7 @@ def export_checkpoint(
     with ExitStack() as stack:
         opened = OpenCheckpoint(find(checkpoint), stack)
         export = _Export(opened, dtype, model or _from_config(opened.manifest))
-        files, places = plan_files(export.kinds, shard_bytes)
+        files, places = plan_files(export.kinds, SHARD_BYTES)
         with storage_errors(directory, "export to"):
             directory.parent.mkdir(parents=True, exist_ok=True)
             aside = directory.parent / f".exporting-{secrets.token_hex(8)}"

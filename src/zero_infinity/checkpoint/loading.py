@@ -26,6 +26,7 @@ from zero_infinity.checkpoint.opened import OpenCheckpoint
 from zero_infinity.checkpoint.saving import as_real
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.errors import CheckpointError
+from zero_infinity.interrupts import held
 from zero_infinity.runtime.engine import TrainingEngine
 from zero_infinity.runtime.record import MASTER
 from zero_infinity.runtime.unit import ManagedParameter
@@ -59,7 +60,7 @@ class Loading:
                 )
             digest = manifest.to_bytes()[:128].decode()
             council.same("the checkpoint", digest, "the same path, on a file system that all machines share")
-            with council.agreed("reading"), engine.replacing():
+            with council.agreed("reading"), held(), engine.replacing():
                 self._fill(found)
                 if self._optimizer is not None and manifest.optimizer is not None:
                     self._take_settings(manifest.optimizer)

@@ -181,7 +181,7 @@ def read(folder: Path) -> Manifest:
         tensors=tensors,
         tied=_tied(fields.table("tied"), tensors[MODEL], path),
         optimizer=None if values.get("optimizer") is None else _optimizer(fields.table("optimizer"), path),
-        loss_scale=loss_scale if isinstance(loss_scale, dict) else None,
+        loss_scale=None if loss_scale is None else _loss_scale(loss_scale, path),
         files=files,
     )
 
@@ -238,6 +238,14 @@ def _optimizer(values: dict[str, Any], path: Path) -> OptimizerEntry:
         state = Fields(value, f"{path}: the state of {name[:200]!r}")
         states[name] = StateEntry(state.texts("names"), _decoded(state, "scalars"))
     return OptimizerEntry(fields.text("class"), tuple(groups), states)
+
+
+def _loss_scale(value: object, path: Path) -> dict[str, float]:
+    fields = Fields(value, f"{path}: the loss scale")
+    scale = fields.values.get("scale")
+    if not isinstance(scale, float) or scale <= 0:
+        raise CheckpointError(f"{fields.where} is damaged: {str(scale)[:40]!r}")
+    return {"scale": scale, "num_skipped": fields.count("num_skipped"), "num_good": fields.count("num_good")}
 
 
 def _decoded(fields: Fields, name: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import read_header
 from zero_infinity.errors import CheckpointError
+from zero_infinity.interrupts import held
 from zero_infinity.runtime.engine import TrainingEngine
 from zero_infinity.runtime.host import ParameterHost
 from zero_infinity.runtime.record import MASTER
@@ -97,7 +98,7 @@ class Pretrained:
                 weights = open_weights(path, stack)
                 plan = plan_loading(self._model, weights, self._all_names())
                 makers = self._match(path, weights, plan)
-            with self._council.agreed("reading"), self._replacing():
+            with self._council.agreed("reading"), held(), self._replacing():
                 self._fill(weights, makers)
 
     def _all_names(self) -> list[str]:

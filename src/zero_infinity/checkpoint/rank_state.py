@@ -55,6 +55,13 @@ def read(folder: Path, manifest: Manifest, rank: int) -> tuple[dict[str, Any] | 
 
 def restore_random(states: dict[str, Any]) -> None:
     """Let random generators go on from where they were."""
+    try:
+        _restore_random(states)
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise CheckpointError(f"the random states of the checkpoint are none: {error}") from error
+
+
+def _restore_random(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])

@@ -53,17 +53,15 @@ class Saving:
     def __init__(self, model: nn.Module, engine: TrainingEngine, *, with_optimizer: bool) -> None:
         self._model = model
         self._engine = engine
-        self._contents = contents_of(model, engine.host, engine.records)
-        self._states = _states(self._contents, engine) if with_optimizer else None
-        # Of parameters that are trained where they are.
-        self._values: dict[Key, torch.Tensor] = {(MODEL, n): as_real(t) for n, t in self._contents.plain.items()}
         self._council = Council("zi.save", engine.ranks, engine.step_wire)
-        self._kinds = self._find_kinds()
+        with self._council.agreed("coming to rest"):
+            engine.rest()
+            self._contents = contents_of(model, engine.host, engine.records)
+            self._states = _states(self._contents, engine) if with_optimizer else None
+            # What is in memory as it is: buffers, parameters in no unit, and their states.
+            self._values: dict[Key, torch.Tensor] = {(MODEL, n): as_real(t) for n, t in self._contents.plain.items()}
+            self._kinds = self._find_kinds()
         self._written: list[Written] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(kind.num_bytes for kind in self._kinds.values())
 
     # ------------------------------------------------------------------ what there is
 

@@ -51,6 +51,7 @@ _OF_ONE_RANK = {
     "nvme",
     "config",
     "hf",
+    "pretrained",
     "json",
     "log_every",
     "run",

@@ -1,0 +1,70 @@
+"""kill -9 at many moments of training and of saving: what is there afterwards is whole, and training goes on from it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+from pathlib import Path
+
+from support import kills
+
+from zero_infinity.checkpoint.contents import MODEL
+from zero_infinity.checkpoint.directory import find, has_checkpoint
+from zero_infinity.checkpoint.manifest import read
+
+NUM_KILLS = 24
+
+
+def run(directory: Path, call: int | None = None, seconds: float | None = None) -> int | None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "zero_infinity.api", "support.kills"])
+    process = context.Process(target=kills.train, args=(directory, call, seconds))
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in find(folder).iterdir() if path.suffix == ".safetensors"}
+
+
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for directory in (undisturbed, disturbed):
+        directory.mkdir()
+    assert run(undisturbed) == 0
+    choice = random.Random(0)
+    num_killed, steps = 0, []
+    # About forty calls make a step: most of these die within two, so that there are enough steps for all of them.
+    while num_killed < NUM_KILLS:
+        by_call = choice.random() < 0.7
+        call = choice.randint(1, 45) if by_call else None
+        code = run(disturbed, call, None if by_call else choice.uniform(0.0, 0.08))
+        steps.append(_step(disturbed))
+        assert sorted(steps) == steps, "a checkpoint was lost"
+        if code == 0:
+            # It got to the end: the same bits, and the next ones begin anew.
+            assert tensor_files(disturbed / "saved") == tensor_files(undisturbed / "saved")
+            disturbed = tmp_path / f"disturbed{num_killed}"
+            disturbed.mkdir()
+            steps = []
+            continue
+        assert code == -signal.SIGKILL
+        num_killed += 1
+    assert run(disturbed) == 0
+    assert tensor_files(disturbed / "saved") == tensor_files(undisturbed / "saved")
+    names = sorted(path.name for path in (disturbed / "saved").iterdir())
+    assert [name for name in names if not name.startswith(".latest")] == ["latest", "step-00000007", "step-00000008"]
+    assert not any((disturbed / "swap").iterdir())
+
+
+def _step(directory: Path) -> int:
+    """Of the latest checkpoint, which has to be whole; 0 if there is none yet."""
+    if not has_checkpoint(directory / "saved"):
+        return 0
+    folder = find(directory / "saved")
+    manifest = read(folder)
+    assert manifest.tensors[MODEL]
+    assert {path.name for path in folder.iterdir()} == {*manifest.files, "manifest.json"}
+    return manifest.step
