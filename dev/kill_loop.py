@@ -3,9 +3,9 @@
     python dev/kill_loop.py DIR --kills 200
     python dev/kill_loop.py DIR --kills 50 --ranks 2
 
-An undisturbed run is made first. The disturbed one saves every step, is started again with --resume after each kill, and
-begins anew when it got to its end. Every checkpoint that it gets to the end with has to equal the undisturbed one's, byte
-for byte, and after each kill there has to be a whole one that is no older than before.
+An undisturbed run is made first. The disturbed one saves every step, is started again with --resume after each kill,
+and begins anew when it got to its end. What it ends with has to equal the undisturbed run's,
+byte for byte, and after each kill there has to be a whole one that is no older than before.
 """
 
 from __future__ import annotations

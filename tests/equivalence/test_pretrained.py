@@ -176,6 +176,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         zi.load_pretrained(model, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
     """Its checkpoints hold ordinary state dicts: what a prepared model gives, and takes."""
     plain = made("gpt2", seed=1)

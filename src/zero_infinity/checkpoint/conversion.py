@@ -8,6 +8,7 @@ out which tensors are made of which, so that one at a time is in memory.
 from __future__ import annotations
 
 import copy
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -116,3 +117,16 @@ def plan_export(model: Any, names: Iterable[str]) -> NamePlan:
             found.setdefault(target, conversion).sources.append((pattern, name))
     plan.conversions = list(found.values())
     return plan
+
+
+def hugging_face_files(model: nn.Module) -> dict[str, Any] | None:
+    """The JSON files that belong to a Hugging Face model's weights, by name; None for any other model."""
+    config: Any = getattr(model, "config", None)
+    if not (hasattr(config, "to_json_string") and hasattr(config, "model_type")):
+        return None
+    values = {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+    files = {"config.json": values}
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = json.loads(generation.to_json_string())
+    return files

@@ -30,9 +30,10 @@ from zero_infinity.checkpoint.opened import OpenCheckpoint
 from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
 from zero_infinity.checkpoint.plan import SHARD_BYTES, Kind, Place, plan_files
 from zero_infinity.checkpoint.pretrained import INDEX, SINGLE
-from zero_infinity.checkpoint.saving import Saving, bytes_of
+from zero_infinity.checkpoint.saving import Saving
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES
+from zero_infinity.checkpoint.values import bytes_of
 from zero_infinity.errors import ConfigError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 

@@ -23,8 +23,8 @@ from zero_infinity.checkpoint.filling import Filling
 from zero_infinity.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.matching import Match, match
 from zero_infinity.checkpoint.opened import OpenCheckpoint
-from zero_infinity.checkpoint.saving import as_real
 from zero_infinity.checkpoint.stored import StoredTensor
+from zero_infinity.checkpoint.values import as_real
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime.engine import TrainingEngine

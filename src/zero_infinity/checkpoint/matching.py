@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from zero_infinity.checkpoint.contents import Contents, Key, state_key
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
 from zero_infinity.checkpoint.opened import OpenCheckpoint
-from zero_infinity.checkpoint.saving import as_real
 from zero_infinity.checkpoint.stored import StoredTensor
+from zero_infinity.checkpoint.values import as_real
 from zero_infinity.errors import CheckpointError
 
 _SHOWN = 12  # names of each kind

@@ -23,10 +23,10 @@ from zero_infinity.checkpoint.filling import Filling, Source
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.matching import Problems
 from zero_infinity.checkpoint.piece_io import OpenFile
-from zero_infinity.checkpoint.saving import as_real
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import read_header
+from zero_infinity.checkpoint.values import as_real
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime.engine import TrainingEngine

@@ -20,6 +20,7 @@ from torch import nn
 
 from zero_infinity.checkpoint import rank_state
 from zero_infinity.checkpoint.contents import BlockContent, Contents, Key, contents_of, order_of, state_key
+from zero_infinity.checkpoint.conversion import hugging_face_files
 from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew, Job
 from zero_infinity.checkpoint.directory import Aside
@@ -38,6 +39,7 @@ from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
 from zero_infinity.checkpoint.plan import FilePlan, Kind, Place, Written, entries_of, plan_files
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import NAMES
+from zero_infinity.checkpoint.values import as_real, bytes_of, dtype_name
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 from zero_infinity.runtime.record import MASTER
@@ -70,7 +72,7 @@ class Saving:
         for name, known in self._contents.managed.items():
             kinds[MODEL, name] = _kind(known, self._contents.value_dtype(known))
         for (section, name), value in self._values.items():
-            kinds[section, name] = Kind(_dtype_name(value, name), tuple(value.shape))
+            kinds[section, name] = Kind(dtype_name(value, name), tuple(value.shape))
         for name, state in (self._states or {}).items():
             owner = self._contents.managed.get(name)
             for slot in state.slots:
@@ -80,7 +82,7 @@ class Saving:
                 else:
                     parameter = next(p for p, names in self._contents.names.items() if names[0] == name)
                     value = self._values[key] = as_real(self._engine.user_optimizer.state[parameter][slot])
-                    kinds[key] = Kind(_dtype_name(value, name), tuple(value.shape))
+                    kinds[key] = Kind(dtype_name(value, name), tuple(value.shape))
         return kinds
 
     def _slots(self) -> dict[ManagedParameter, tuple[str, ...]]:
@@ -255,55 +257,10 @@ def cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def as_real(value: torch.Tensor) -> torch.Tensor:
-    """What a tensor in memory is in a file: complex numbers are pairs."""
-    value = value.detach()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-
-
-def bytes_of(value: torch.Tensor) -> Any:
-    """The bytes of a tensor in memory, row by row, as an array."""
-    return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def hugging_face_files(model: nn.Module) -> dict[str, Any] | None:
-    """The JSON files that belong to a Hugging Face model's weights, by name; None for any other model."""
-    config: Any = getattr(model, "config", None)
-    if not (hasattr(config, "to_json_string") and hasattr(config, "model_type")):
-        return None
-    values = {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
-    files = {"config.json": values}
-    generation: Any = getattr(model, "generation_config", None)
-    if hasattr(generation, "to_json_string"):
-        files["generation_config.json"] = json.loads(generation.to_json_string())
-    return files
-
-
-def _states(contents: Contents, engine: TrainingEngine) -> dict[str, StateEntry]:
-    """The optimizer's states of all parameters that have one."""
-    states = {}
-    for parameter, names in contents.names.items():
-        known = contents.managed.get(names[0])
-        if known is not None:
-            record = engine.records.get(known.unit)
-            if record is not None and known in record.started:
-                states[names[0]] = StateEntry(record.started[known], dict(record.scalars[known]))
-        elif engine.user_optimizer.state.get(parameter):
-            state = engine.user_optimizer.state[parameter]
-            states[names[0]] = StateEntry(tuple(state), split_state(state, parameter.shape)[1])
-    return states
-
-
 def _kind(known: ManagedParameter, dtype: torch.dtype) -> Kind:
     order = order_of(known)
     shape = tuple(known.shape) if order is None else tuple(known.shape[number] for number in order)
     return Kind(NAMES[dtype], shape, order)
-
-
-def _dtype_name(value: torch.Tensor, name: str) -> str:
-    if value.layout is not torch.strided or value.dtype not in NAMES:
-        raise UsageError(f"{name!r} is a {value.dtype} tensor ({value.layout}), which cannot be saved")
-    return NAMES[value.dtype]
 
 
 def _in_memory(data: memoryview, _: memoryview) -> memoryview:
@@ -320,3 +277,18 @@ def _take_parts(folder: Path, rank: int) -> Iterator[Written]:
     for section, name, start, num_bytes, crc32 in parse(read_bytes(path, _MAX_PARTS_BYTES), path)["parts"]:
         yield Written((section, name), start, num_bytes, crc32)
     path.unlink()
+
+
+def _states(contents: Contents, engine: TrainingEngine) -> dict[str, StateEntry]:
+    """The optimizer's states of all parameters that have one."""
+    states = {}
+    for parameter, names in contents.names.items():
+        known = contents.managed.get(names[0])
+        if known is not None:
+            record = engine.records.get(known.unit)
+            if record is not None and known in record.started:
+                states[names[0]] = StateEntry(record.started[known], dict(record.scalars[known]))
+        elif engine.user_optimizer.state.get(parameter):
+            state = engine.user_optimizer.state[parameter]
+            states[names[0]] = StateEntry(tuple(state), split_state(state, parameter.shape)[1])
+    return states

@@ -1,8 +1,8 @@
 """`zero-infinity bench checkpoint DIR`: how fast checkpoints are saved and loaded, beside what the drive can do.
 
-States in RAM: saving only writes and loading only reads. States on the same drive: both do both. Each is measured in turn
-with the same pattern of the I/O engine alone, as drives and shared machines vary from one second to the next; what counts
-is the median of the rounds.
+States in RAM: saving only writes and loading only reads. States on the same drive: both do both. Each is measured in
+turn with the same pattern of the I/O engine alone, as drives and shared machines vary from one second to the next; what
+counts is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
             rows += _measure(Path(directory), num_layers, home)
     num_bytes = num_layers * _WIDTH * _WIDTH * _BYTES_PER_PARAMETER
     if args.json:
-        table = [{**asdict(row), "ratio": row.ratio} for row in rows]
-        print(json.dumps({"directory": str(args.directory), "num_bytes": num_bytes, "rows": table}))
+        measured = [{**asdict(row), "ratio": row.ratio} for row in rows]
+        print(json.dumps({"directory": str(args.directory), "num_bytes": num_bytes, "rows": measured}))
         return 0
     table = Table("states", "", "GB/s", "drive alone, GB/s", "ratio", title=f"{format_bytes(num_bytes)} of states")
     for row in rows:
