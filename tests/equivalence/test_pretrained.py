@@ -121,10 +121,16 @@ def test_channels_last_is_exported_row_by_row(tmp_path: Path) -> None:
     zi.export(tmp_path / "out", model)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert_same("values", dict(sorted(expected.items())), dict(sorted(found.items())))
-    other = CASES["conv"].make()
-    model, _ = zi.prepare(other, adamw(other), config(tmp_path))
-    zi.load_pretrained(model, tmp_path / "out")
-    assert_same("values", expected, values(model))
+    zi.save(tmp_path / "saved", model)
+    for name in ("conv", "conv_channels_last"):
+        other = CASES[name].make()
+        model, _ = zi.prepare(other, adamw(other), config(tmp_path))
+        zi.load_pretrained(model, tmp_path / "out")
+        assert_same("values", expected, values(model))
+        other = CASES[name].make()
+        model, _ = zi.prepare(other, adamw(other), config(tmp_path))
+        zi.load(tmp_path / "saved", model)
+        assert_same("values", expected, values(model))
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from zero_infinity.checkpoint.contents import MODEL
 from zero_infinity.checkpoint.directory import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
 
-NUM_KILLS = 24
+# A step with its save makes about as many calls of the file system: one kill before each of them.
+NUM_CALLS = 38
+NUM_TIMES = 6
 
 
 def run(directory: Path, call: int | None = None, seconds: float | None = None) -> int | None:
@@ -35,12 +37,11 @@ def test_killed_at_many_moments(tmp_path: Path) -> None:
         directory.mkdir()
     assert run(undisturbed) == 0
     choice = random.Random(0)
+    moments: list[int | float] = [*range(1, NUM_CALLS + 1), *(choice.uniform(0.0, 0.08) for _ in range(NUM_TIMES))]
+    choice.shuffle(moments)
     num_killed, steps = 0, []
-    # About forty calls make a step: most of these die within two, so that there are enough steps for all of them.
-    while num_killed < NUM_KILLS:
-        by_call = choice.random() < 0.7
-        call = choice.randint(1, 45) if by_call else None
-        code = run(disturbed, call, None if by_call else choice.uniform(0.0, 0.08))
+    for moment in moments:
+        code = run(disturbed, **({"call": moment} if isinstance(moment, int) else {"seconds": moment}))
         steps.append(_step(disturbed))
         assert sorted(steps) == steps, "a checkpoint was lost"
         if code == 0:
@@ -52,6 +53,7 @@ def test_killed_at_many_moments(tmp_path: Path) -> None:
             continue
         assert code == -signal.SIGKILL
         num_killed += 1
+    assert num_killed >= 30
     assert run(disturbed) == 0
     assert tensor_files(disturbed / "saved") == tensor_files(undisturbed / "saved")
     names = sorted(path.name for path in (disturbed / "saved").iterdir())

@@ -28,6 +28,8 @@ def test_a_walk_over_world_sizes_stages_and_homes(model: str, tmp_path: Path) ->
         Stop(1, {**ram, "stage": 0}, model),
         Stop(2, {**ram, "stage": 0}, model),
     ]
+    if model == "gpt2":  # its ties are what matters
+        walk = [walk[1], walk[3], walk[0]]
     before: Seen | None = None
     for number, stop in enumerate(walk):
         source = tmp_path / f"saved{number - 1}" if before else None
