@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.api import clip_grad_norm_ as clip_grad_norm_
+    from zero_infinity.api import export as export
     from zero_infinity.api import gathered as gathered
     from zero_infinity.api import init as init
+    from zero_infinity.api import load as load
+    from zero_infinity.api import load_pretrained as load_pretrained
     from zero_infinity.api import prepare as prepare
+    from zero_infinity.api import save as save
     from zero_infinity.api import stats as stats
     from zero_infinity.api import synchronize as synchronize
     from zero_infinity.config import Config as Config
     from zero_infinity.config import ConfigWarning as ConfigWarning
     from zero_infinity.errors import CapacityError as CapacityError
+    from zero_infinity.errors import CheckpointError as CheckpointError
     from zero_infinity.errors import ConfigError as ConfigError
     from zero_infinity.errors import CorruptionError as CorruptionError
     from zero_infinity.errors import DivergenceError as DivergenceError
@@ -39,10 +44,11 @@ __version__ = "0.1.0"
 
 # Module -> the public names that live in it.
 _EXPORTS = {
-    "api": "clip_grad_norm_ gathered init prepare stats synchronize",
+    "api": "clip_grad_norm_ export gathered init load load_pretrained prepare save stats synchronize",
     "config": "Config ConfigWarning",
-    "errors": "CapacityError ConfigError CorruptionError DivergenceError EngineClosedError LostRankError RankError "
-    "StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError ZeroInfinityError",
+    "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
+    "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
+    "ZeroInfinityError",
     "runtime.accelerator": "EmulatedAccelerator",
     "runtime.stats": "Stats",
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +18,10 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from zero_infinity.checkpoint.exporting import Exporting
+from zero_infinity.checkpoint.loading import Loading
+from zero_infinity.checkpoint.pretrained import Pretrained
+from zero_infinity.checkpoint.saving import Saving
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime.accelerator import Place, TorchAccelerator
@@ -120,6 +126,77 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
             "  fix:   use torch.nn.utils.clip_grad_norm_ for models that are not prepared, one call for each model"
         )
     return engine.clip_now(listed, max_norm)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: StreamedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a prepared model between two steps, as a new checkpoint in the directory `path`; returns its folder.
+
+    With the optimizer: its states and settings, the number of steps, the loss scale and the random states, for training
+    to go on exactly. `extra`: what else it needs: numbers, texts, lists, dicts, small tensors, and objects with a
+    `state_dict` (schedulers, data loaders). `keep`: remove all but the newest so many checkpoints in `path` afterwards.
+    On several ranks: all of them call it, with a path that all of them see.
+    """
+    engine = _engine_of_both(model, optimizer)
+    return Saving(model, engine, with_optimizer=optimizer is not None).write(Path(path), extra or {}, keep)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: StreamedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load the checkpoint `path`, or the latest one in it, into a prepared model; returns what was saved as `extra`.
+
+    Ranks, stage, memory, drives and dtypes may be others than when it was saved. Objects in `extra` that have a
+    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded.
+    """
+    engine = _engine_of_both(model, optimizer)
+    return Loading(model, engine, with_optimizer=optimizer is not None, strict=strict).read(Path(path), extra or {})
+
+
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Load the weights of a safetensors file, or of a Hugging Face folder, into a model of `zi.init` or `zi.prepare`.
+
+    They are never whole in memory: each rank reads what it keeps, in the dtype that it keeps. Names and fused weights
+    are converted as `from_pretrained` of transformers does. Master copies are set, the optimizer's states stay as they
+    are. Inside of `zi.init`, too, once the model is made.
+    """
+    hosts = _hosts(model)
+    if len(hosts) != 1:
+        raise UsageError(
+            "this model was neither prepared nor built inside of zi.init\n"
+            "  fix:   zi.prepare(model, optimizer, config) first; or from_pretrained, if it fits in memory"
+        )
+    Pretrained(model, hosts[0], strict=strict).read(Path(path))
+
+
+def export(directory: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    """Write a prepared model's weights to a new folder, as `from_pretrained` of transformers reads them.
+
+    Safetensors files, with the config of a Hugging Face model. `dtype`: of floating-point weights; else they are
+    written with all the bits that there are. On several ranks: all of them call it.
+    """
+    Exporting(model, engine_of(model)).write(Path(directory), dtype)
+
+
+def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:
+    engine = engine_of(model)
+    if optimizer is not None and getattr(optimizer, "engine", None) is not engine:
+        raise UsageError(
+            f"this {type(optimizer).__name__} is not the optimizer of this model\n"
+            "  fix:   give the optimizer that zi.prepare has returned with the model"
+        )
+    return engine
 
 
 def synchronize(model: nn.Module) -> None:

@@ -7,6 +7,7 @@
     │   ├── SwapSpaceError     swap space could not be created or reserved
     │   ├── TransferError      a read or a write failed, with path, offset and length
     │   └── CorruptionError    a block came back with other bytes than were written
+    ├── CheckpointError        a checkpoint cannot be read, or is not one of this model's (also a ValueError)
     ├── EngineClosedError      the I/O engine was closed, or failed earlier
     ├── RankError              ranks cannot go on together (also a RuntimeError)
     │   ├── DivergenceError    ranks want different things: who wants what
@@ -53,6 +54,10 @@ class TransferError(StorageError):
 
 class CorruptionError(StorageError):
     """A block came back with other bytes than were written."""
+
+
+class CheckpointError(ZeroInfinityError, ValueError):
+    """A checkpoint, or a file of weights, cannot be read, or is not one of this model's."""
 
 
 class EngineClosedError(ZeroInfinityError, RuntimeError):

@@ -95,6 +95,35 @@ report(checksums=checksums(model), num_bytes=sum(p.nbytes for p in model.paramet
 """
 )
 
+_CHECKPOINT = (
+    _COMMON
+    + f"""
+import zlib
+config = zi.Config(memory={BUDGET}, nvme=NVME)
+warm_up(NVME)
+with zi.init(config):
+    warm = make(1)
+zi.save(NVME + "/warm", *zi.prepare(warm, adamw(warm), config))
+used = limit({HEADROOM})
+before = anonymous_bytes()
+with zi.init(config):
+    model = make({DEPTH // 2})
+model, optimizer = zi.prepare(model, adamw(model), config)
+train(model, optimizer, 1)
+expected = checksums(model)
+folder = zi.save(NVME + "/saved", model, optimizer)
+saved = anonymous_bytes() - before
+losses = train(model, optimizer, 1)
+zi.load(folder, model, optimizer)
+loaded = checksums(model)
+again = train(model, optimizer, 1)
+zi.load_pretrained(model, folder / "model-00001-of-00001.safetensors")
+report(expected=expected, loaded=loaded, pretrained=checksums(model), losses=losses, again=again, used=used,
+       peak=peak_bytes(), grown=anonymous_bytes() - before, saved=saved,
+       num_bytes=sum(path.stat().st_size for path in folder.iterdir()))
+"""
+)
+
 
 def run(group: Group, script: str, directory: Path, *, streamed: bool = True) -> Ended:
     return run_limited(group, f"NVME = {str(directory)!r}\nSTREAMED = {streamed}\n" + script)
@@ -135,3 +164,16 @@ def test_a_model_ten_times_the_limit_is_built(tmp_path: Path) -> None:
         assert group.num_kills() == 0
     script = plain()
     assert built.report["checksums"] == script.checksums(script.make(10 * HEADROOM // MIB))
+
+
+def test_a_checkpoint_of_eight_times_the_limit_is_saved_and_loaded(tmp_path: Path) -> None:
+    with control_group() as group:
+        ended = run(group, _CHECKPOINT, tmp_path)
+        assert ended.returncode == 0, ended.output
+        assert ended.report is not None
+        assert ended.report["num_bytes"] >= 8 * HEADROOM
+        assert ended.report["peak"] <= ended.report["used"] + HEADROOM
+        assert max(ended.report["saved"], ended.report["grown"]) <= HEADROOM
+        assert group.num_kills() == 0
+    assert ended.report["loaded"] == ended.report["pretrained"] == ended.report["expected"]
+    assert ended.report["again"] == ended.report["losses"]

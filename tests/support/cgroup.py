@@ -124,7 +124,11 @@ def run_limited(group: Group, script: str, timeout: float = 120) -> Ended:
         timeout=timeout,
         check=False,
         preexec_fn=enter,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     reports = [line.removeprefix("REPORT") for line in done.stdout.splitlines() if line.startswith("REPORT")]
     return Ended(done.returncode, json.loads(reports[-1]) if reports else None, done.stdout + done.stderr)

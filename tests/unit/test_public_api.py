@@ -18,6 +18,7 @@ PROJECT = Path(__file__).parents[2]
 def test_all_is_what_we_promise() -> None:
     assert sorted(zero_infinity.__all__) == [
         "CapacityError",
+        "CheckpointError",
         "Config",
         "ConfigError",
         "ConfigWarning",
@@ -37,9 +38,13 @@ def test_all_is_what_we_promise() -> None:
         "ZeroInfinityError",
         "__version__",
         "clip_grad_norm_",
+        "export",
         "gathered",
         "init",
+        "load",
+        "load_pretrained",
         "prepare",
+        "save",
         "stats",
         "synchronize",
     ]

@@ -24,6 +24,7 @@ from zero_infinity.errors import ConfigError, ZeroInfinityError
 COMMANDS = {
     "bench": "measure what this machine's drives can do",
     "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
+    "export": "the weights of a checkpoint as a Hugging Face folder",
     "paper": "the ZeRO papers' tables and figures, ours beside theirs",
     "plan": "what fits where, and how fast, before training",
     "report": "a page to look at from a trace",

@@ -71,6 +71,7 @@ class Summary:
     write_bytes: int
     interrupted_by: str | None
     stage: int = 3
+    last_step: int = 0  # counted from the beginning, also of a run that went on from a checkpoint
     by_rank: tuple[RankFigures, ...] = ()
 
     @property
@@ -219,6 +220,7 @@ def summarize(
     *,
     parameters: int,
     losses: tuple[float, ...],
+    first_step: int,
     tokens: int,
     seconds: float,
     stage: int,
@@ -245,6 +247,7 @@ def summarize(
         write_bytes=sum(figures.write_bytes for figures in by_rank),
         interrupted_by=interrupted_by,
         stage=stage,
+        last_step=first_step + steps,
         by_rank=tuple(by_rank),
     )
 

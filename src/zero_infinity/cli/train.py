@@ -26,6 +26,7 @@ from zero_infinity.errors import ConfigError
 from zero_infinity.workload.presets import PRESETS, Shape, preset
 
 if TYPE_CHECKING:
+    from zero_infinity.cli.checkpoints import SaveOptions
     from zero_infinity.cli.training import Job
 
 DEFAULT_PRESET = "25M"
@@ -50,6 +51,7 @@ _OF_ONE_RANK = {
     "nvme",
     "config",
     "hf",
+    "pretrained",
     "json",
     "log_every",
     "run",
@@ -63,9 +65,12 @@ examples:
   zero-infinity train --preset 25M --memory 64MiB --steps 5 --trace run.json && zero-infinity report run.json
   zero-infinity train --hf config.json --memory 4GiB --nvme /mnt/a /mnt/b --optimizer sgd --json
   torchrun --nproc-per-node 2 -m zero_infinity train --preset 5M --memory 9MiB --stage 3
+  zero-infinity train --preset 25M --memory 64MiB --save checkpoints --save-every 50 --keep 2 --resume
+  zero-infinity train --pretrained ~/models/gpt2 --memory 1GiB --data notes.txt --save tuned
 
 Of several ranks each has its own --batch, --memory and --nvme.
-Ctrl-C (or SIGTERM) finishes the step, prints the summary and removes the swap space; a second one stops at once.
+Ctrl-C (or SIGTERM) finishes the step, saves it (--save), prints the summary, removes the swap space and ends with exit
+code 130 (or 143); a second one stops at once. After a lost rank nothing is saved: start again with --resume.
 """
 
 
@@ -83,6 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}; in place of the preset's")
     model.add_argument("--tied", action="store_true", help="the head shares the embedding's matrix")
     model.add_argument("--hf", type=Path, metavar="CONFIG_JSON", help="a Hugging Face causal model, random weights")
+    model.add_argument("--pretrained", type=Path, metavar="DIR", help="the same with the weights in its folder")
 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
@@ -114,6 +120,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ranks.add_argument("--timeout", type=_rate, default=1800, metavar="SECONDS", help="without an answer of another "
                        "rank (default 1800)")  # fmt: skip
 
+    saving = parser.add_argument_group("checkpoints")
+    saving.add_argument("--save", type=Path, metavar="DIR", help="save at the end, and when a signal stops the run")
+    saving.add_argument("--save-every", type=_positive, metavar="N", help="and after every N steps")
+    saving.add_argument("--keep", type=_positive, metavar="N", help="only the newest N checkpoints (default: all)")
+    saving.add_argument("--resume", action="store_true", help="go on from the latest in --save DIR, if there is one")
+
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="a JSON object a line: each step, then the summary")
     output.add_argument("--log-every", type=_positive, metavar="N", help="steps from line to line (default: 20 lines)")
@@ -127,11 +139,14 @@ def run(args: argparse.Namespace) -> int:
         with ExitStack() as stack:
             with ranks.agreed("the settings"):
                 model = _model(args)
+                from zero_infinity.cli.checkpoints import options_of
+
+                save = options_of(args.save, args.save_every, args.keep, ranks, resume=args.resume)
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.training import train
 
-            summary = train(_job(args, model), config, watch, _progress(args, ranks), ranks)
+            summary = train(_job(args, model, save), config, watch, _progress(args, ranks), ranks)
         if ranks.rank == 0:
             if args.json:
                 summary.print_json()
@@ -140,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             if config.trace is not None:
                 print(f"written: {config.trace}", file=sys.stderr)
             if watch.requested:
-                print(f"stopped by {watch.name} after step {summary.steps} of {args.steps}", file=sys.stderr)
+                print(f"stopped by {watch.name} after step {summary.last_step} of {args.steps}", file=sys.stderr)
         return watch.exit_code
 
 
@@ -157,7 +172,7 @@ def _alike(args: argparse.Namespace, config: Config) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted({**options, **settings}.items()))
 
 
-def _job(args: argparse.Namespace, model: Shape | Path) -> Job:
+def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> Job:
     from zero_infinity.cli.training import Job
 
     return Job(
@@ -170,17 +185,22 @@ def _job(args: argparse.Namespace, model: Shape | Path) -> Job:
         warmup=args.warmup,
         seed=args.seed,
         data=tuple(args.data),
+        pretrained=args.pretrained,
+        save=save,
     )
 
 
 def _model(args: argparse.Namespace) -> Shape | Path:
-    if args.hf is None:
+    source = args.pretrained or args.hf
+    if source is None:
         shape = {name: value for name in ("layers", "hidden", "heads", "seq") if (value := getattr(args, name))}
         return replace(preset(args.preset or DEFAULT_PRESET), **shape, tied=args.tied)
-    given = [name for name in ("preset", "layers", "hidden", "heads", "tied") if getattr(args, name)]
+    names = ("preset", "layers", "hidden", "heads", "tied", *(("hf",) if args.pretrained else ()))
+    given = [name for name in names if getattr(args, name)]
     if given:
-        raise ConfigError(f"--hf takes the model's shape from {args.hf}; leave out --{', --'.join(given)}")
-    config: Path = args.hf
+        option = "pretrained" if args.pretrained else "hf"
+        raise ConfigError(f"--{option} takes the model's shape from {source}; leave out --{', --'.join(given)}")
+    config: Path = source
     return config
 
 

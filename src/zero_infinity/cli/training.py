@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_infinity import api
+from zero_infinity.cli.checkpoints import Checkpoints, SaveOptions
 from zero_infinity.cli.interruption import Interruption
 from zero_infinity.cli.progress import Progress, Step
 from zero_infinity.cli.ranks import Ranks
@@ -50,6 +51,8 @@ class Job:
     warmup: int
     seed: int
     data: tuple[Path, ...]  # empty: the standard library's source
+    pretrained: Path | None = None  # weights to begin with
+    save: SaveOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,20 @@ def train(job: Job, config: Config, interruption: Interruption, progress: Progre
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (job.warmup + 1)))
     if ranks.rank:
         torch.manual_seed(job.seed + ranks.rank)  # dropout of its own; the weights were drawn alike
-    before = api.stats(model)
-    progress.say(_opening(before, corpus.num_bytes, ranks.num_ranks, config.stage))
     num_batches = config.gradient_accumulation_steps
+    settings = {"lr": job.lr, "warmup": job.warmup, "seed": job.seed, "batch": job.batch, "accumulate": num_batches}
+    checkpoints = Checkpoints(job.save, model, optimizer, schedule, batches, settings, progress)
+    progress.say(_opening(api.stats(model), corpus.num_bytes, ranks.num_ranks, config.stage))
+    first = checkpoints.resume()
+    if job.pretrained is not None and not first:
+        api.load_pretrained(model, job.pretrained)
+    before = api.stats(model)
     tokens_per_step = ranks.num_ranks * num_batches * job.batch * workload.seq
     losses: list[float] = []
     started = time.perf_counter()
     meter = _Meter(before, started, job.steps, tokens_per_step, ranks)
     with interruption.deferred(), progress.live():
-        while len(losses) < job.steps and not interruption.is_agreed:
+        while first + len(losses) < job.steps and not interruption.is_agreed:
             loss = 0.0
             for _ in range(num_batches):
                 inputs, targets = next(batches)
@@ -93,10 +101,12 @@ def train(job: Job, config: Config, interruption: Interruption, progress: Progre
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            step = meter.measure(len(losses) + 1, loss, api.stats(model), interruption)
+            step = meter.measure(first + len(losses) + 1, loss, api.stats(model), interruption)
             _check_loss(step.loss, step.step, job.lr)
             losses.append(step.loss)
             progress.show(step)
+            checkpoints.after_step(step.step)
+        checkpoints.at_end(first + len(losses))
         after = _settled(model)
     seconds = time.perf_counter() - started
     process_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -108,6 +118,7 @@ def train(job: Job, config: Config, interruption: Interruption, progress: Progre
         [RankFigures(**json.loads(figures)) for figures in told],
         parameters=after.num_parameters,
         losses=tuple(losses),
+        first_step=first,
         tokens=len(losses) * tokens_per_step,
         seconds=seconds,
         stage=config.stage,

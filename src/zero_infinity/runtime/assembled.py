@@ -88,6 +88,10 @@ class Assembled:
     def end_cycle(self, *, same_order: bool) -> None:  # noqa: ARG002 - there is no order in this
         self._collect()
 
+    def write_home(self) -> None:
+        for unit in list(self._written):
+            self.settle(unit)
+
     def settle(self, unit: Unit) -> None:
         """Let the tiles have what may have been written to the whole. Before any use of a tile."""
         flat = self._written.pop(unit, None)

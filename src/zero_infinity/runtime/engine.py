@@ -43,7 +43,7 @@ from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.replicas import Replicas
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.shelf import BlockShelf, Shelf
-from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
+from zero_infinity.runtime.sources import ComputeCache, Source, check_room, copy_size
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.runtime.tiled_use import TiledWeight
 from zero_infinity.runtime.tiles import Tiling, check_room_to_cut, cut, find_tileable
@@ -602,7 +602,7 @@ class TrainingEngine:
             factors += clip
         self.gradients.step(factors)
         self._unmanaged.step(factors)
-        for source in {unit.the_source() for unit in (*self.units, *(whole.unit for whole in self._tiled))}:
+        for source in self._sources():
             source.end_cycle(same_order=self.gradients.same_order)
         if self.activations is not None:
             self.activations.end_cycle()
@@ -731,11 +731,61 @@ class TrainingEngine:
         self.keeper.forget_states()
         self._take_states()
 
+    def _sources(self) -> set[Source]:
+        """Of all units, also of those that are put together from tiles."""
+        return {unit.the_source() for unit in (*self.units, *(whole.unit for whole in self._tiled))}
+
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
         self._updater.drain()
         self.gradients.drain()
         self.store.settle()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def step_wire(self) -> Wire | None:
+        """To the other ranks, for the thread that computes."""
+        return self._wires.steps if self._wires is not None else None
+
+    def rest(self) -> None:
+        """Wait until nothing is under way and every block holds what its users see; between two steps only."""
+        self.gradients.check_between_steps()
+        self.settle()
+        for source in self._sources():
+            source.write_home()
+        for unit, record in self.records.items():
+            for managed in unit.parameters:
+                if record.has_master and managed.edited and managed in record.state_names:
+                    self.keeper.take_edits(managed)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, every value and state is replaced. A failure leaves neither the old ones nor the new ones: torn."""
+        self.gradients.restart()
+        self.settle()
+        for unit in (*(whole.unit for whole in self._tiled), *self.units):
+            unit.the_source().updated(unit)
+        self.gradients.torn = "loading a checkpoint failed half-way: some values are old ones and some new ones"
+        yield
+        self.gradients.torn = None
+        for managed in self._managed.values():
+            for part in managed.parts:
+                part.num_changes += 1
+                part.edited = False
+        for source in self._sources():
+            source.end_cycle(same_order=False)
+        self.residency.end_cycle(same_order=False)
+
+    def go_on_from(self, num_steps: int) -> None:
+        """This many steps have been taken."""
+        self._num_steps = num_steps
+        if self.ranks is not None:
+            self.ranks.num_steps = num_steps
 
     def write_trace(self) -> None:
         """Write what was recorded so far, if a trace is wanted."""

@@ -301,6 +301,27 @@ class Gradients:
         self._retained.clear()
         self.norms.clear()
 
+    def check_between_steps(self) -> None:
+        """Raise when a step is torn, or has begun and is not finished."""
+        if self.torn is not None:
+            raise TornStepError(self.torn + _TORN)
+        begun = next((p for p in self._places if self.has(p)), None)
+        if begun is not None:
+            raise UsageError(
+                f"{begun.name!r} has a gradient that waits for optimizer.step(): the middle of a step cannot be "
+                "saved\n  fix:   zi.save after optimizer.step(), before the next backward"
+            )
+
+    def restart(self) -> None:
+        """Forget gradients and what was seen of steps so far, also of a torn one: all values will be replaced."""
+        self._updater.drain()
+        self.drain()
+        self._last, self.cycle = Cycle(), Cycle()
+        self._early_units, self._early_settings = frozenset(), None
+        self.torn = None
+        self.discard()
+        self.seen.clear()
+
     def _expire(self, units: Iterable[Unit]) -> None:
         for unit in units:
             for chunk in self._records[unit].gradient_chunks:

@@ -146,8 +146,7 @@ class Update:
         }
         master = slots.pop(MASTER, stored)
         if record.has_master and parameter.edited:
-            # Only what the user really changed: the rest of the master copy has more bits than what is stored.
-            torch.where(master.to(stored.dtype) == stored, master, stored.to(master.dtype), out=master)
+            take_edits(master, stored)
         gradient = gradient.to(record.dtype)
         for factor in self.factors:
             gradient.mul_(factor)
@@ -210,6 +209,12 @@ class Retention:
             kept.copy_(part)
         if self.squares is not None:
             self.squares[segment] = torch.linalg.vector_norm(kept, dtype=torch.float64).square().item()
+
+
+def take_edits(master: torch.Tensor, stored: torch.Tensor) -> None:
+    """Bring what the user has changed in `stored` into the master copy."""
+    # Only what was really changed: the rest of the master copy has more bits than what is stored.
+    torch.where(master.to(stored.dtype) == stored, master, stored.to(master.dtype), out=master)
 
 
 def part_of(memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from zero_infinity.errors import UsageError
 from zero_infinity.runtime.dtensors import like, local_of
+from zero_infinity.runtime.jobs import take_edits
 from zero_infinity.runtime.record import MASTER, Chunk, Record, Segment
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
@@ -83,6 +84,20 @@ class RecordKeeper:
         if self._records[parameter.unit].has_master:
             self._write(parameter, MASTER, value)
             parameter.edited = False
+
+    def take_edits(self, parameter: ManagedParameter) -> None:
+        """Bring what the user has changed in the stored value into the master copy, as the next update would."""
+        unit, store = parameter.unit, self._residency.store
+        block = unit.the_block()
+        self._residency.access(block)
+        self._residency.wait(block)
+        with self._residency.pinned(block), store.changing(block) as memory:
+            values = memory.view(unit.dtype)
+            for chunk, segment, master in self._slots(parameter, MASTER):
+                first = parameter.offset + segment.start - unit.stored.start
+                take_edits(master, values[first : first + len(master)])
+                if chunk.record is not None:
+                    store.mark_dirty(chunk.record)
 
     def forget_states(self) -> None:
         """As if no step had been taken."""

@@ -9,6 +9,7 @@ The scale halves when a gradient overflows (that step is skipped) and doubles af
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ class LossScale:
         self.scale = _FIRST_SCALE
         self.num_skipped = 0
         self._num_good = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"scale": self.scale, "num_skipped": self.num_skipped, "num_good": self._num_good}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.num_skipped, self._num_good = int(state["num_skipped"]), int(state["num_good"])
 
     def judge(self, *, overflowed: bool) -> None:
         """A step's gradients were finite or not."""

@@ -26,6 +26,11 @@ class StreamedOptimizer(Optimizer):
         self._engine = engine
 
     @property
+    def engine(self) -> TrainingEngine:
+        """Whose states it updates."""
+        return self._engine
+
+    @property
     def grad_norm(self) -> torch.Tensor | None:
         """The global gradient norm of the last step, when `max_grad_norm` is set."""
         return self._engine.grad_norm

@@ -64,6 +64,9 @@ class Source(Protocol):
 
     def end_cycle(self, *, same_order: bool) -> None: ...
 
+    def write_home(self) -> None:
+        """Write what users may have changed into the blocks, which are about to be read."""
+
 
 class HostSource:
     """Units straight from their blocks."""
@@ -100,6 +103,9 @@ class HostSource:
 
     def end_cycle(self, *, same_order: bool) -> None:
         """The tier below has its own."""
+
+    def write_home(self) -> None:
+        """It is written there in the first place."""
 
 
 class _Copy:
@@ -309,6 +315,14 @@ class ComputeCache:
             self._policy.end_cycle(same_order=same_order or self._is_shared)
             if self._is_shared:
                 self._carry_out(self._policy.look_ahead())
+
+    def write_home(self) -> None:
+        with self._lock:
+            for copy in [copy for copies in self._copies.values() for copy in copies.values() if copy.written]:
+                flat = copy.flat()
+                self._write_home(copy.unit, flat)  # the user may write again: the copy stays marked
+                if copy.unit.dtype != copy.unit.compute_dtype:
+                    flat.copy_(flat.to(copy.unit.dtype))  # as in `keep`
 
     def _in_use(self, key: int) -> bool:
         if self._pins[key] or self._is_shared:

@@ -71,6 +71,8 @@ class RankGroup:
         self.trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self.num_steps = 0
+        # Numbers for calls in which ranks tell each other things, each of which can be told once.
+        self.call_numbers = itertools.count()
         self._noted = False
         self._wires: list[Wire] = []
 

@@ -38,7 +38,7 @@ from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedErr
 from zero_infinity.interrupts import through
 from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
 from zero_infinity.store.buffers import Buffer, BufferPool
-from zero_infinity.store.engine import Direction, Engine, Priority
+from zero_infinity.store.engine import ALIGNMENT, Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
 from zero_infinity.store.heap import HeapWatch
 from zero_infinity.trace import HOST, Trace
@@ -268,6 +268,26 @@ class BlockStore:
         finally:
             with self._changed:
                 self._end(block, turn, dirty=False)
+
+    def peek(self, block: Block, start: int, stop: int, room: memoryview) -> memoryview:
+        """Copy bytes `start` to `stop` of the content into `room`, from memory or else from home; returns where.
+
+        Nothing is fetched for it or leaves: what is in memory stays as it is. Only while nobody changes the block.
+        `room` starts at a page and takes two pages more than the bytes: a home is read in whole pages. For any thread.
+        """
+        with self._changed:
+            self._check()
+            self._check_content(block)
+            if block.residence is Residence.PRESENT:
+                room[: stop - start] = self._present_buffer(block).view[start:stop]
+                return room[: stop - start]
+            if self.engine is None or block.offset is None:
+                raise UsageError(f"block {block.name!r} is neither in memory nor at home")
+            first, last = start // ALIGNMENT * ALIGNMENT, round_up(stop)
+            memory = room[: last - first]
+            ticket = self.engine.submit(Direction.READ, memory, block.offset + first, Priority.DEMANDED, block.name)
+        ticket.wait()
+        return memory[start - first : stop - first]
 
     def write(self, block: Block, data: torch.Tensor) -> None:
         """Replace the whole content by the bytes of `data` (uint8, as long as the block), in turn as `read`."""

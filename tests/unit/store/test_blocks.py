@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import time
@@ -885,3 +886,62 @@ def test_a_block_is_shown_with_its_visits(bench: Callable[..., Bench]) -> None:
     b.store.evict(block)
     assert repr(block) == "<Block a 4.0 KiB* present- turns=1>"
     b.store.unhold(block, dirty=True)
+
+
+# ---------------------------------------------------------------------- looking
+
+
+def room(num_bytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def numbered(store: BlockStore, block: Block, first: int = 0) -> bytes:
+    """Give the block a content in which no two neighbours are the same."""
+    data = (torch.arange(block.num_bytes) + first).remainder(251).to(torch.uint8)
+    store.write(block, data)
+    return data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("span", [(0, 1), (5, 9000), (4096, 8192), (4095, 8193), (12000, 3 * PAGE), (0, 3 * PAGE)])
+def test_a_look_finds_the_content_in_memory_and_at_home_and_moves_nothing(
+    bench: Callable[..., Bench], span: tuple[int, int]
+) -> None:
+    made = bench(3)
+    block = made.store.create("looked at", 3 * PAGE, Home.NVME)
+    content = numbered(made.store, block)
+    memory = room(5 * PAGE)
+    assert bytes(made.store.peek(block, *span, memory)) == content[span[0] : span[1]]
+    assert block.residence is Residence.PRESENT
+    assert block.dirty
+    made.store.evict(block)
+    wait_until(lambda: not block.visits)
+    other = made.fetched("other", 7, pages=3)  # all the memory that there is
+    reads = made.directions().count(Direction.READ)
+    assert bytes(made.store.peek(block, *span, memory)) == content[span[0] : span[1]]
+    assert made.directions().count(Direction.READ) == reads + 1
+    assert not block.visits
+    assert other.residence is Residence.PRESENT
+
+
+def test_a_look_at_what_is_on_its_way(bench: Callable[..., Bench]) -> None:
+    made = bench(2)
+    block = made.store.create("moving", PAGE, Home.NVME)
+    content = numbered(made.store, block, first=3)
+    made.gate.clear()
+    made.store.evict(block)  # it is being written: what is in memory counts
+    assert bytes(made.store.peek(block, 10, 20, room(3 * PAGE))) == content[10:20]
+    made.gate.set()
+    wait_until(lambda: not block.visits)
+    made.gate.clear()
+    made.store.fetch(block)  # it is being read: what is at home counts
+    thread, found = in_thread(lambda: bytes(made.store.peek(block, 10, 20, room(3 * PAGE))))
+    made.gate.set()
+    thread.join(SECONDS)
+    assert found == [content[10:20]]
+
+
+def test_there_is_nothing_to_look_at_before_the_first_write(bench: Callable[..., Bench]) -> None:
+    made = bench(2)
+    block = made.store.create("empty", PAGE, Home.NVME)
+    with pytest.raises(UsageError, match="is read before anything was written to it"):
+        made.store.peek(block, 0, 10, room(3 * PAGE))

@@ -1,0 +1,72 @@
+"""Threads that move pieces, each with a room of its own in memory: all the memory that saving and loading take.
+
+Between two steps nothing uses what the engine sets aside for gradients on their way to the update. That is what the
+rooms are made of, so that the memory budget holds while a checkpoint is written or read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from zero_infinity.interrupts import through
+from zero_infinity.store.engine import ALIGNMENT
+
+Job = Callable[[memoryview], None]
+
+# Enough for a drive's bandwidth with pieces of this size, of which one is being read or written and one checked.
+_NUM_THREADS = 4
+_MAX_ROOM = (4 << 20) + 2 * ALIGNMENT
+_MIN_ROOM = 4 * ALIGNMENT
+
+
+class Crew:
+    """A few threads, and `num_bytes` of memory between them (at least 16 KiB)."""
+
+    def __init__(self, num_bytes: int) -> None:
+        num_threads = max(1, min(_NUM_THREADS, num_bytes // _MIN_ROOM))
+        room = max(_MIN_ROOM, min(_MAX_ROOM, num_bytes // num_threads // ALIGNMENT * ALIGNMENT))
+        # Private: shared anonymous memory counts as page cache, and gets no huge pages.
+        self._rooms = [mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(num_threads)]
+        self.room_bytes = room - 2 * ALIGNMENT  # for a piece: what it is read from may not begin at a page
+        self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", torch.set_num_threads, (1,))
+        self._lock = threading.Lock()
+        self._num_torch_threads = torch.get_num_threads()
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._failed = True  # of jobs that an interrupt has left
+        self._executor.shutdown()
+        # What a thread has set for itself is what threads to come would start with.
+        torch.set_num_threads(self._num_torch_threads)
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Do all jobs, in any order; the first error is raised when no thread is in a job any more."""
+        waiting = iter(jobs)
+        futures = [self._executor.submit(self._work, waiting, memoryview(room)) for room in self._rooms]
+        for future in futures:
+            with through():
+                future.exception()
+        for future in futures:
+            future.result()
+
+    def _work(self, waiting: Iterator[Job], room: memoryview) -> None:
+        try:
+            while (job := self._next(waiting)) is not None:
+                job(room)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _next(self, waiting: Iterator[Job]) -> Job | None:
+        with self._lock:
+            return None if self._failed else next(waiting, None)

@@ -1,0 +1,249 @@
+"""Weights from safetensors files of any origin into a model that was built by `zi.init` or prepared.
+
+Values go from the files straight into blocks, converted to the dtype that is stored there. Tensors that transformers
+has to put together of others are in memory one at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zero_infinity.checkpoint.contents import Key, contents_of
+from zero_infinity.checkpoint.conversion import Conversion, NamePlan, plan_loading
+from zero_infinity.checkpoint.council import Council
+from zero_infinity.checkpoint.crew import Crew
+from zero_infinity.checkpoint.filling import Filling, Source
+from zero_infinity.checkpoint.manifest import MODEL
+from zero_infinity.checkpoint.matching import Problems
+from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint.stored import StoredTensor
+from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
+from zero_infinity.checkpoint.tensor_file import read_header
+from zero_infinity.checkpoint.values import as_real
+from zero_infinity.errors import CheckpointError
+from zero_infinity.interrupts import held
+from zero_infinity.runtime.engine import TrainingEngine
+from zero_infinity.runtime.host import ParameterHost
+from zero_infinity.runtime.record import MASTER
+from zero_infinity.runtime.unit import Unit
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}\.safetensors")
+_MAX_INDEX_BYTES = 1 << 28
+# Rooms while a model is built: a part of the memory, and no more than is of use.
+_ROOM_SHARE, _MOST_ROOM = 16, 16 << 20
+
+
+def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of a file, or of a folder with one file or with several and an index."""
+    if path.is_file():
+        return _open(path, stack)
+    if (path / INDEX).is_file():
+        return _open_indexed(path, stack)
+    if (path / SINGLE).is_file():
+        return _open(path / SINGLE, stack)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    pickled = " (pickled weights are not read: they can run code)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
+    raise CheckpointError(
+        f"{path} has neither {SINGLE} nor {INDEX}{pickled}\n"
+        "  fix:   a folder that model.save_pretrained(...) of transformers has written, or a .safetensors file"
+    )
+
+
+def _open(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    entries = read_header(path)[1]
+    file = stack.enter_context(OpenFile(path))
+    return {name: StoredTensor(name, file, e.start, e.dtype, e.shape) for name, e in entries.items()}
+
+
+def _open_indexed(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    path = folder / INDEX
+    places = Fields(parse(read_bytes(path, _MAX_INDEX_BYTES), path), str(path)).table("weight_map")
+    for name, file in places.items():
+        if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
+            raise CheckpointError(
+                f"{path} is damaged: {name[:200]!r} is in {str(file)[:200]!r}, which is no name of a file"
+            )
+    files = {file: _open(folder / file, stack) for file in dict.fromkeys(places.values())}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {INDEX} says it has")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+class Pretrained:
+    """Weights into one model, on one rank."""
+
+    def __init__(self, model: nn.Module, host: ParameterHost, *, strict: bool) -> None:
+        self._model = model
+        self._host = host
+        self._strict = strict
+        training = host.training
+        self._engine = training if isinstance(training, TrainingEngine) else None
+        self._contents = contents_of(model, host, self._engine.records if self._engine is not None else {})
+        wire = self._engine.step_wire if self._engine is not None else None
+        self._council = Council("zi.load_pretrained", host.ranks, wire)
+
+    def read(self, path: Path) -> None:
+        with ExitStack() as stack:
+            with self._council.agreed("checks"):
+                weights = open_weights(path, stack)
+                plan = plan_loading(self._model, weights, self._all_names())
+                makers = self._match(path, weights, plan)
+            with self._council.agreed("reading"), held(), self._replacing():
+                self._fill(weights, makers)
+
+    def _all_names(self) -> list[str]:
+        return [name for names in self._contents.names.values() for name in names] + [
+            name for name in self._contents.plain if name not in self._contents.managed
+        ]
+
+    # ------------------------------------------------------------------ what is made of what
+
+    def _match(
+        self, path: Path, weights: Mapping[str, StoredTensor], plan: NamePlan
+    ) -> dict[str, StoredTensor | Conversion]:
+        """The source of each of the model's tensors, by its first name."""
+        shapes: dict[str, tuple[int, ...]] = {n: weights[source].true_shape for n, source in plan.direct.items()}
+        found: dict[str, StoredTensor | Conversion] = {n: weights[source] for n, source in plan.direct.items()}
+        for conversion in plan.conversions:
+            for name, made in self._made(path, conversion, weights).items():
+                shapes[name], found[name] = tuple(made.shape), conversion
+        problems = Problems()
+        if self._strict:
+            problems.add("only in the files", plan.unknown)
+        makers = {}
+        contents = self._contents
+        names_of = {names[0]: names for names in contents.names.values()}
+        for first in (*contents.managed, *contents.plain):
+            saved = [n for n in names_of.get(first, [first]) if n in found]
+            if not saved:
+                problems.add("only in the model", [first] if self._strict else [])
+                continue
+            known = contents.managed.get(first)
+            shape = tuple(known.shape if known is not None else as_real(contents.plain[first]).shape)
+            if shapes[saved[0]] != shape:
+                problems.add("other shapes", [f"{first} {list(shapes[saved[0]])}, in the model {list(shape)}"])
+            makers[first] = found[saved[0]]
+        problems.raise_if_any(
+            f"the weights in {path} do not fit the model",
+            "the config that belongs to these weights; strict=False leaves alone what one of them lacks",
+        )
+        return makers
+
+    def _made(self, path: Path, conversion: Conversion, weights: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+        """What a conversion would make, without values."""
+        try:
+            return conversion.apply(
+                self._model,
+                lambda name: torch.empty(weights[name].shape, dtype=weights[name].dtype, device="meta"),
+            )
+        except Exception as error:
+            listed = ", ".join(name for _, name in conversion.sources[:3])
+            raise CheckpointError(f"{path}: transformers cannot convert {listed}, ... ({error})") from error
+
+    # ------------------------------------------------------------------ values
+
+    def _fill(self, weights: Mapping[str, StoredTensor], makers: Mapping[str, StoredTensor | Conversion]) -> None:
+        contents = self._contents
+        with self._rooms() as num_bytes, Crew(num_bytes) as crew:
+            filling = Filling(contents, crew, replaces_records=False)
+            made = _Made(self._model, weights, makers, crew)
+            for unit in contents.units:
+                sources = self._sources(unit, made)
+                filling.fill_unit(unit, sources)
+                record = contents.records.get(unit)
+                if record is not None and record.has_master:
+                    filling.fill_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
+            for name, value in contents.plain.items():
+                if name in makers:
+                    with torch.no_grad():
+                        as_real(value).copy_(made.whole(name))
+
+    def _sources(self, unit: Unit, made: _Made) -> dict[Key, Source]:
+        names = [
+            self._contents.first_name(known) for known in unit.parameters if known.parameter in self._contents.names
+        ]
+        return {(MODEL, name): source for name in names if (source := made.source(name)) is not None}
+
+    @contextmanager
+    def _rooms(self) -> Iterator[int]:
+        """Bytes for the rooms of threads, within the budget."""
+        if self._engine is not None:
+            yield self._engine.placement.set_aside
+            return
+        residency, pool = self._host.residency, self._host.store.pool
+        policy = residency.policy
+        num_bytes = max(0, min(_MOST_ROOM, pool.budget // _ROOM_SHARE, policy.budget // 2))
+        residency.limit(policy.budget - num_bytes, policy.lookahead)
+        pool.charge(num_bytes)
+        try:
+            yield num_bytes
+        finally:
+            pool.discharge(num_bytes)
+            residency.limit(policy.budget + num_bytes, policy.lookahead)
+
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        if self._engine is not None:
+            with self._engine.replacing():
+                yield
+            return
+        units = self._contents.units
+        for unit in units:
+            unit.the_source().updated(unit)
+        yield
+        for source in {unit.the_source() for unit in units}:
+            source.end_cycle(same_order=False)
+
+
+class _Made:
+    """Sources of tensors; of a conversion that makes several, what is not used yet."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, StoredTensor],
+        makers: Mapping[str, StoredTensor | Conversion],
+        crew: Crew,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._makers = makers
+        self._crew = crew
+        self._waiting: dict[str, torch.Tensor] = {}
+
+    def source(self, name: str) -> Source | None:
+        maker = self._makers.get(name)
+        if maker is None or isinstance(maker, StoredTensor):
+            return maker
+        if name not in self._waiting:
+            self._waiting.update(maker.apply(self._model, lambda source: self._read(self._weights[source])))
+        return self._waiting.pop(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        source = self.source(name)
+        return self._read(source) if isinstance(source, StoredTensor) else _given(source)
+
+    def _read(self, tensor: StoredTensor) -> torch.Tensor:
+        result: list[torch.Tensor] = []
+        self._crew.run([partial(_read_whole, tensor, result)])
+        return result[0]
+
+
+def _given(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise CheckpointError("a tensor has no source")
+    return tensor
+
+
+def _read_whole(tensor: StoredTensor, result: list[torch.Tensor], room: memoryview) -> None:
+    result.append(tensor.whole(room))

@@ -1,0 +1,132 @@
+"""safetensors files, as a format: where in a file each tensor's bytes are. Reads and writes headers, not tensors.
+
+A file is 8 bytes (the length of the header, little endian), the header (JSON: name -> dtype, shape, begin and end of
+its bytes) and the bytes, without holes. The safetensors package writes whole tensors from memory only; here pieces of
+tensors are written by several processes into files whose header was written first. It reads what is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero_infinity.checkpoint.strict_json import Fields, parse
+from zero_infinity.errors import CheckpointError, StorageError
+from zero_infinity.units import format_bytes
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_MAX_HEADER = 100_000_000  # bytes, as in the safetensors package
+_PAGE = 4096
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: bytes `start` to `stop` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, Entry]]:
+    """The beginning of a file with these tensors (dtype and shape) one after the other, and where each will be."""
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+    position = 0
+    places = {}
+    for name, (dtype, shape) in tensors.items():
+        end = position + num_bytes_of(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        places[name] = (position, end)
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Tensors then begin at a page.
+    text += b" " * (-(len(text) + 8) % _PAGE)
+    begin = len(text) + 8
+    entries = {
+        name: Entry(tensors[name][0], tuple(tensors[name][1]), begin + start, begin + stop)
+        for name, (start, stop) in places.items()
+    }
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def read_header(path: Path) -> tuple[bytes, dict[str, Entry]]:
+    """The beginning of a file and its tensors, every number checked against the others and the file's size."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first = file.read(8)
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length > min(_MAX_HEADER, size - 8):
+                raise CheckpointError(
+                    f"{path} is damaged: its header would take {length:,} bytes, the file has {size:,}"
+                )
+            text = file.read(length)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise StorageError(error.errno, f"{path} cannot be read: {error.strerror}", str(path)) from None
+    values = parse(text, path)
+    values.pop(_METADATA, None)
+    entries = {name: _entry(name, value, path, 8 + length) for name, value in values.items()}
+    _check_places(entries, path, 8 + length, size)
+    return first + text, entries
+
+
+def _entry(name: str, value: object, path: Path, begin: int) -> Entry:
+    fields = Fields(value, f"{path}: tensor {name[:200]!r}")
+    dtype, shape, offsets = fields.text("dtype"), fields.counts("shape"), fields.counts("data_offsets")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{fields.where} has dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
+    if len(offsets) != 2 or len(shape) > 64 or offsets[1] - offsets[0] != num_bytes_of(dtype, shape):
+        raise CheckpointError(f"{fields.where} is damaged: {dtype} {list(shape)} cannot be bytes {list(offsets)}")
+    return Entry(dtype, shape, begin + offsets[0], begin + offsets[1])
+
+
+def _check_places(entries: Mapping[str, Entry], path: Path, begin: int, size: int) -> None:
+    position = begin
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != position:
+            raise CheckpointError(
+                f"{path} is damaged: tensor {name[:200]!r} begins at byte {entry.start:,}, the one before ends at "
+                f"{position:,}"
+            )
+        position = entry.stop
+    if position != size:
+        raise CheckpointError(
+            f"{path} is {'shorter' if size < position else 'longer'} than its header says: {size:,} bytes "
+            f"({format_bytes(size)}), not {position:,}"
+        )

@@ -1,0 +1,119 @@
+"""`train --save`: when a run saves, and where it goes on from.
+
+A run that is told to stop saves after the step in which all ranks agree to; one that loses a rank does not save, and
+the next one goes on from what was saved before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_infinity import api
+from zero_infinity.checkpoint.directory import has_checkpoint
+from zero_infinity.cli.progress import Progress
+from zero_infinity.cli.ranks import Ranks
+from zero_infinity.errors import ConfigError
+from zero_infinity.runtime.optimizer import StreamedOptimizer
+from zero_infinity.units import format_bytes
+from zero_infinity.workload.text import ByteBatches
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What the command was asked for."""
+
+    directory: Path
+    every: int | None
+    keep: int | None
+    resume: bool
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self,
+        options: SaveOptions | None,
+        model: nn.Module,
+        optimizer: StreamedOptimizer,
+        schedule: LRScheduler,
+        batches: ByteBatches,
+        settings: Mapping[str, Any],
+        progress: Progress,
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._batches = batches
+        self._settings = dict(settings)  # that a run has to have in common with the one that it continues
+        self._progress = progress
+        self._last: int | None = None  # the step that was saved last
+
+    def resume(self) -> int:
+        """Go on from the latest checkpoint, if that is wanted and there is one; returns the steps that were taken."""
+        if self._options is None or not self._options.resume or not has_checkpoint(self._options.directory):
+            return 0
+        start = time.perf_counter()
+        directory = self._options.directory
+        extra = api.load(directory, self._model, self._optimizer, extra={"schedule": self._schedule})
+        self._check_settings(extra.get("settings", {}))
+        self._batches.position = int(extra["position"])
+        self._last = api.stats(self._model).num_steps
+        self._progress.say(f"goes on after step {self._last}, from {directory} ({time.perf_counter() - start:.1f} s)")
+        return self._last
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        for name, value in self._settings.items():
+            if saved.get(name) != value:
+                raise ConfigError(
+                    f"--{name} is {value}, but the run in {self._options and self._options.directory} was begun with "
+                    f"{saved.get(name)}\n  fix:   --{name} {saved.get(name)}, or another directory without --resume"
+                )
+
+    def after_step(self, step: int) -> None:
+        """Save if it is time to."""
+        if self._options is not None and self._options.every is not None and step % self._options.every == 0:
+            self._save(step)
+
+    def at_end(self, step: int) -> None:
+        """The last step was taken, or all ranks stop for a signal."""
+        if self._options is not None and step != self._last:
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        if self._options is None:
+            return
+        start = time.perf_counter()
+        extra = {"schedule": self._schedule, "position": self._batches.position, "settings": self._settings}
+        folder = api.save(self._options.directory, self._model, self._optimizer, extra=extra, keep=self._options.keep)
+        seconds = time.perf_counter() - start
+        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        self._last = step
+        self._progress.say(
+            f"saved step {step} as {folder}: {format_bytes(num_bytes)} in {seconds:.1f} s "
+            f"({num_bytes / seconds / 1e6:,.0f} MB/s)"
+        )
+
+
+def options_of(
+    save: Path | None, every: int | None, keep: int | None, ranks: Ranks, *, resume: bool
+) -> SaveOptions | None:
+    """The command's options, checked before anything is built."""
+    if save is None:
+        given = [name for name, value in (("save-every", every), ("keep", keep), ("resume", resume)) if value]
+        if given:
+            raise ConfigError(f"--{given[0]} needs --save DIR")
+        return None
+    if not resume and has_checkpoint(save) and ranks.rank == 0:
+        raise ConfigError(
+            f"{save} has checkpoints of an earlier run\n  fix:   --resume to go on from the latest, or another folder"
+        )
+    return SaveOptions(save, every, keep, resume)

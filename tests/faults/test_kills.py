@@ -1,0 +1,72 @@
+"""kill -9 at many moments of training and of saving: what is there afterwards is whole, and training goes on from it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+from pathlib import Path
+
+from support import kills
+
+from zero_infinity.checkpoint.contents import MODEL
+from zero_infinity.checkpoint.directory import find, has_checkpoint
+from zero_infinity.checkpoint.manifest import read
+
+# A step with its save makes about as many calls of the file system: one kill before each of them.
+NUM_CALLS = 38
+NUM_TIMES = 6
+
+
+def run(directory: Path, call: int | None = None, seconds: float | None = None) -> int | None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "zero_infinity.api", "support.kills"])
+    process = context.Process(target=kills.train, args=(directory, call, seconds))
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in find(folder).iterdir() if path.suffix == ".safetensors"}
+
+
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for directory in (undisturbed, disturbed):
+        directory.mkdir()
+    assert run(undisturbed) == 0
+    choice = random.Random(0)
+    moments: list[int | float] = [*range(1, NUM_CALLS + 1), *(choice.uniform(0.0, 0.08) for _ in range(NUM_TIMES))]
+    choice.shuffle(moments)
+    num_killed, steps = 0, []
+    for moment in moments:
+        code = run(disturbed, **({"call": moment} if isinstance(moment, int) else {"seconds": moment}))
+        steps.append(_step(disturbed))
+        assert sorted(steps) == steps, "a checkpoint was lost"
+        if code == 0:
+            # It got to the end: the same bits, and the next ones begin anew.
+            assert tensor_files(disturbed / "saved") == tensor_files(undisturbed / "saved")
+            disturbed = tmp_path / f"disturbed{num_killed}"
+            disturbed.mkdir()
+            steps = []
+            continue
+        assert code == -signal.SIGKILL
+        num_killed += 1
+    assert num_killed >= 30
+    assert run(disturbed) == 0
+    assert tensor_files(disturbed / "saved") == tensor_files(undisturbed / "saved")
+    names = sorted(path.name for path in (disturbed / "saved").iterdir())
+    assert [name for name in names if not name.startswith(".latest")] == ["latest", "step-00000007", "step-00000008"]
+    assert not any((disturbed / "swap").iterdir())
+
+
+def _step(directory: Path) -> int:
+    """Of the latest checkpoint, which has to be whole; 0 if there is none yet."""
+    if not has_checkpoint(directory / "saved"):
+        return 0
+    folder = find(directory / "saved")
+    manifest = read(folder)
+    assert manifest.tensors[MODEL]
+    assert {path.name for path in folder.iterdir()} == {*manifest.files, "manifest.json"}
+    return manifest.step

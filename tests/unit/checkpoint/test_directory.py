@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import zero_infinity as zi
+from zero_infinity.checkpoint.directory import Aside, find, has_checkpoint
+
+
+def publish(directory: Path, step: int, keep: int | None = None) -> Path:
+    aside = Aside(directory)
+    (aside.path / "manifest.json").write_text("{}")
+    (aside.path / "model-00001-of-00001.safetensors").write_bytes(b"")
+    return aside.publish(step, keep)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_latest_and_names(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "b"
+    assert not has_checkpoint(directory)
+    assert publish(directory, 5).name == "step-00000005"
+    assert find(directory).name == "step-00000005"
+    assert publish(directory, 5).name == "step-00000005-1"
+    assert publish(directory, 123456789).name == "step-123456789"
+    assert find(directory).name == "step-123456789"
+    assert publish(directory, 2).name == "step-00000002"
+    assert find(directory).name == "step-00000002"  # what was saved last, though an earlier step
+    assert has_checkpoint(directory)
+    assert find(directory / "latest") == directory / "latest"
+    assert find(directory / "step-00000005").name == "step-00000005"
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 10])
+def test_keep(keep: int, tmp_path: Path) -> None:
+    for step in range(1, 8):
+        publish(tmp_path, step, keep)
+        kept = [f"step-{number:08}" for number in range(max(1, step - keep + 1), step + 1)]
+        assert names(tmp_path) == ["latest", *kept]
+
+
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    publish(tmp_path, 2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "step-00000000").symlink_to(elsewhere)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / ".saving-mine").mkdir()
+    foreign = tmp_path / ".saving-0123456789abcdef"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    publish(tmp_path, 3, keep=1)
+    assert names(tmp_path) == [
+        ".saving-0123456789abcdef",
+        ".saving-mine",
+        "elsewhere",
+        "latest",
+        "step-00000000",
+        "step-00000001",
+        "step-00000003",
+        "step-1",
+    ]
+
+
+def test_what_a_killed_run_has_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
+    writing = Aside(tmp_path)
+    child = os.fork()
+    if not child:
+        killed = Aside(tmp_path)
+        (killed.path / "rank-00000.json").write_text("{}")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(names(tmp_path)) == 2
+    assert publish(tmp_path, 1).exists()
+    assert names(tmp_path) == [writing.path.name, "latest", "step-00000001"]
+    writing.discard()
+    writing.discard()
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(zi.CheckpointError, match="has no checkpoint: neither manifest.json nor latest"):
+        find(tmp_path)
+    with pytest.raises(zi.CheckpointError, match="it does not exist"):
+        find(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(zi.CheckpointError, match="it is a file"):
+        find(tmp_path / "file")
+    with pytest.raises(zi.TransferError, match="cannot make a checkpoint in .*file"):
+        Aside(tmp_path / "file")
+
+
+def test_an_existing_thing_under_the_name_is_not_replaced(tmp_path: Path) -> None:
+    tmp_path.joinpath("latest").mkdir()
+    with pytest.raises(zi.TransferError, match="cannot name a checkpoint in"):
+        publish(tmp_path, 1)
+    assert tmp_path.joinpath("latest").is_dir()
