@@ -339,10 +339,10 @@ def test_tiles_of_one_run_are_whole_in_the_next_and_other_tiles_in_the_one_after
     assert any(p.tiles for p in engine_of(tiled.model)._managed.values())
     weight = next(iter(tiled.model.parameters()))
     with zi.gathered(weight), torch.no_grad():
-        weight[0].mul_(2)  # an edit of the whole, that the tiles have not seen when it is saved
+        weight[0].mul_(2)
     expected = saved(tiled, "first", 0)
-    for number, (name, settings) in enumerate({"second": {}, "third": {"tile_above": "8KiB"}}.items()):
-        run = started(name, **settings)
+    for number, (name, tiling) in enumerate({"second": {}, "third": {"tile_above": "8KiB"}}.items()):
+        run = started(name, **tiling)
         zi.load(tmp_path / ("first" if number == 0 else "second"), run.model, run.optimizer)
         assert_same("weights", expected[0], run.model.state_dict())
         assert_same("optimizer", expected[1], run.optimizer.state_dict())
