@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.checkpoint import crew, manifest
+from zero_infinity.checkpoint import crew, manifest, piece_io
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -282,16 +282,18 @@ def test_a_torn_step_is_mended_by_loading(tmp_path: Path) -> None:
     widths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     piece=st.sampled_from([64, 1000, 4096, 1 << 20]),
     room=st.integers(4096, 1 << 16),
+    direct=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_any_shapes_pieces_and_rooms(
-    widths: list[int], piece: int, room: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+    widths: list[int], piece: int, room: int, direct: bool, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Tensors that end anywhere, in pieces of any size, through rooms of any size."""
     directory = tmp_path_factory.mktemp("any")
     with pytest.MonkeyPatch.context() as patch:
         for module in ("manifest", "plan", "saving", "stored"):
             patch.setattr(f"zero_infinity.checkpoint.{module}.PIECE_BYTES", piece // 8 * 8)
+        patch.setattr(piece_io, "_LARGE", 1 if direct else 1 << 20)
         patch.setattr(crew, "_MIN_ROOM", 3 * 4096)
         patch.setattr(crew, "_MAX_ROOM", 2 * 4096 + room // 8 * 8)
         torch.manual_seed(seed)

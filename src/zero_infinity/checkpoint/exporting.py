@@ -8,6 +8,7 @@ shapes that files of such models have; those are in memory one at a time.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -38,6 +39,7 @@ from zero_infinity.errors import ConfigError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 
 _ROOM_BYTES = 20 << 20
+_PAGES_BYTES = (4 << 20) + (8 << 10)
 
 
 def export_checkpoint(
@@ -142,7 +144,7 @@ class _Export:
         source = self._sources[name]
         if meta:
             return torch.empty(source.true_shape, dtype=source.dtype, device="meta")
-        return source.whole(memoryview(bytearray(1 << 20)))
+        return source.whole(memoryview(mmap.mmap(-1, _PAGES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 
     def write(self, folder: Path, places: Mapping[tuple[str, str], Place]) -> None:
         names = dict.fromkeys(place.file for place in places.values())

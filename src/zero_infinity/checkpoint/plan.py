@@ -11,6 +11,7 @@ from zero_infinity.checkpoint.crc import combine_all
 from zero_infinity.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry, num_pieces
 from zero_infinity.checkpoint.tensor_file import compose, num_bytes_of
 from zero_infinity.errors import CheckpointError
+from zero_infinity.store.engine import ALIGNMENT
 
 # As Hugging Face cuts models: small enough to copy and to resume a download, large enough to be few.
 SHARD_BYTES = 5 * 10**9
@@ -63,7 +64,7 @@ class FilePlan:
 def plan_files(
     kinds: Mapping[Key, Kind], shard_bytes: int = SHARD_BYTES
 ) -> tuple[dict[str, FilePlan], dict[Key, Place]]:
-    """Put tensors into files, in their order."""
+    """Put tensors into files."""
     files: dict[str, FilePlan] = {}
     places: dict[Key, Place] = {}
     for section in dict.fromkeys(section for section, _ in kinds):
@@ -80,13 +81,20 @@ def plan_files(
 def _shards(kinds: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, Kind]]:
     shards: list[dict[str, Kind]] = [{}]
     size = 0
-    for name, kind in kinds.items():
+    # First those that are whole pages, so that as many as can be begin at a page: these go by direct I/O.
+    for name, kind in sorted(kinds.items(), key=lambda item: _rank(item[1])):
         if shards[-1] and size + kind.num_bytes > shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = kind
         size += kind.num_bytes
     return shards
+
+
+def _rank(kind: Kind) -> tuple[bool, int]:
+    """Whole pages in the order in which they come, then the others, large ones first."""
+    is_broken = kind.num_bytes % ALIGNMENT != 0
+    return is_broken, -kind.num_bytes if is_broken else 0
 
 
 def entries_of(places: Mapping[Key, Place], written: Sequence[Written]) -> dict[Key, TensorEntry]:

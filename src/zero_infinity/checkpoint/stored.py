@@ -12,6 +12,7 @@ from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.tensor_file import DTYPES, num_bytes_of
 from zero_infinity.errors import CheckpointError
+from zero_infinity.store.engine import ALIGNMENT
 
 Use = Callable[[torch.Tensor, int], None]  # elements, and the number of the first one
 
@@ -50,15 +51,14 @@ class StoredTensor:
         return range(first * width // PIECE_BYTES, -(-last * width // PIECE_BYTES)) if first < last else range(0)
 
     def read_piece(self, number: int, room: memoryview, use: Use) -> None:
-        """Read one piece through `room`, which may be smaller; raise when it is not what was written."""
+        """Read one piece through `room` (pages, two at least); raise when it is not what was written."""
         position = number * PIECE_BYTES
         end = min(position + PIECE_BYTES, self.num_bytes)
         width = self.dtype.itemsize
-        most = len(room) // width * width
+        most = max(ALIGNMENT, len(room) - 2 * ALIGNMENT) // width * width  # pages around it are read, too
         crc = 0
         while position < end:
-            memory = room[: min(most, end - position)]
-            self.file.read(self.start + position, memory)
+            memory = self.file.read(self.start + position, min(most, end - position), room)
             if self.crc32 is not None:
                 crc = zlib.crc32(memory, crc)
             use(torch.frombuffer(memory, dtype=self.dtype), position // width)

@@ -122,7 +122,7 @@ def _drive(directory: Path, num_bytes: int, workload: Workload) -> float:
     device = FileDevice([str(directory)])
     engine = QueuedEngine(device, NUM_THREADS, REQUEST_BYTES)
     try:
-        num_bytes = num_bytes // REQUEST_BYTES * REQUEST_BYTES
+        num_bytes = max(2, num_bytes // REQUEST_BYTES) * REQUEST_BYTES
         device.extend(num_bytes)
         memory = memoryview(scratch_memory(_SCRATCH_BYTES))
         if workload is not Workload.WRITE:
