@@ -59,6 +59,8 @@ class Config:
     offload_activations: True keeps the inputs of those blocks on the same tiers and in the same budget as everything
         else; "all": every saved tensor of 64 KiB or more that is no parameter's, also without checkpoints; "arena": the
         inputs of those blocks, in one piece of memory where they are computed, outside of the budget.
+    tile_above: a linear layer or embedding whose weight, with its gradient, takes more than this is used in tiles that
+        do not, one at a time. None: only when the model does not fit otherwise, and then an eighth of the memory.
     partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
         it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
     verify: checksum every block that comes back from the drive.
@@ -79,6 +81,7 @@ class Config:
     checkpoint_activations: bool | int
     checkpoint_modules: tuple[str, ...]
     offload_activations: OffloadActivations
+    tile_above: int | None
     partition: Partition
     verify: bool
     trace: Path | None
@@ -100,6 +103,7 @@ class Config:
         checkpoint_activations: bool | int = False,
         checkpoint_modules: str | type | Iterable[str | type] | None = None,
         offload_activations: bool | str = False,
+        tile_above: str | int | None = None,
         partition: str = "spread",
         verify: bool = False,
         trace: PathLike | None = None,
@@ -121,6 +125,7 @@ class Config:
             "checkpoint_activations": _interval("checkpoint_activations", checkpoint_activations),
             "checkpoint_modules": _class_names("checkpoint_modules", checkpoint_modules),
             "offload_activations": _choice("offload_activations", offload_activations, get_args(OffloadActivations)),
+            "tile_above": _size("tile_above", tile_above),
             "partition": _choice("partition", partition, get_args(Partition)),
             "verify": _choice("verify", verify, (False, True)),
             "trace": _output_file("trace", trace),

@@ -81,7 +81,8 @@ def least_device_bytes(make: Callable[[], nn.Module]) -> int:
     model = make()  # prepare is stopped before it does anything to it
 
     def prepare(memory: int) -> None:
-        zi.prepare(model, sgd(model), zi.Config(memory="64MiB"), accelerator=zi.EmulatedAccelerator(memory))
+        config = zi.Config(memory="64MiB", tile_above="1GiB")
+        zi.prepare(model, sgd(model), config, accelerator=zi.EmulatedAccelerator(memory))
 
     return least_accepted(prepare, most=2 * parameter_bytes(make))
 
@@ -92,7 +93,7 @@ def least_host_bytes(make: Callable[[], nn.Module]) -> int:
     with tempfile.TemporaryDirectory() as directory:
 
         def prepare(memory: int) -> None:
-            config = zi.Config(memory=memory, nvme=directory)
+            config = zi.Config(memory=memory, nvme=directory, tile_above="1GiB")
             zi.prepare(model, adamw(model), config, accelerator=zi.EmulatedAccelerator(64 << 20))
 
         return least_accepted(prepare, most=2 * parameter_bytes(make) + (64 << 10))
@@ -209,7 +210,8 @@ def test_too_little_device_memory_is_an_error_of_prepare(how: str, tmp_path: Pat
     before = [p.detach().clone() for p in model.parameters()]
     limit = 8192
     accelerator = zi.EmulatedAccelerator(limit if how == "accelerator" else 1 << 20)
-    config = zi.Config(memory="1MiB", nvme=tmp_path, device_memory=limit if how == "device_memory" else None)
+    device_memory = limit if how == "device_memory" else None
+    config = zi.Config(memory="1MiB", nvme=tmp_path, device_memory=device_memory, tile_above="1GiB")
     with pytest.raises(
         zi.CapacityError, match=r"'1' needs 20\.0 KiB of device memory.*8\.0 KiB\n  fix:   device_memory"
     ):

@@ -170,7 +170,9 @@ def config_for(case: Case, setting: Setting, directory: Path, **changes: Any) ->
     """About the memory of a setting. zi.init may cut other units than prepare, so a little more may be needed."""
     memory = budget_bytes(case.make, adamw, setting)
     while True:
-        config = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **changes)
+        where = directory if setting.nvme else None
+        # Without tiles, which are not bit-identical.
+        config = zi.Config(memory=memory, nvme=where, tile_above="1GiB", **changes)
         try:
             model = build(case.make, config)
             zi.prepare(model, adamw(model), config)

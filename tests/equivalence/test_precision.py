@@ -46,7 +46,8 @@ def prepared(
     model = made(case)
 
     def prepare(memory: int) -> tuple[nn.Module, Optimizer]:
-        config = zi.Config(memory=memory, nvme=directory if home == "nvme" else None, **changes)
+        where = directory if home == "nvme" else None
+        config = zi.Config(memory=memory, nvme=where, tile_above="1GiB", **changes)  # no tiles: bit-identical
         return zi.prepare(model, optimizer(model.parameters()), config)
 
     return prepare(64 << 20 if home == "ram" else least_accepted(prepare))

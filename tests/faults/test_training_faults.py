@@ -225,7 +225,7 @@ def test_too_small_a_budget_names_module_bytes_budget_and_a_fix_that_works(
     values = [p.detach().clone() for p in model.parameters()]
     with all_given_back(), soon():
         with pytest.raises(zi.CapacityError) as caught:
-            zi.prepare(model, adamw(model), zi.Config(memory="6MiB", nvme=tmp_path))
+            zi.prepare(model, adamw(model), zi.Config(memory="6MiB", nvme=tmp_path, tile_above="1GiB"))
         message = str(caught.value)
         del caught
         assert_untouched(model, values)

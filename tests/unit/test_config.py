@@ -50,6 +50,7 @@ def test_defaults() -> None:
         "checkpoint_activations": False,
         "checkpoint_modules": [],
         "offload_activations": False,
+        "tile_above": None,
         "partition": "spread",
         "verify": False,
         "trace": None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,21 +20,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_infinity.config import Config
-from zero_infinity.errors import UsageError
+from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked, recompute
-from zero_infinity.runtime.accelerator import CpuPlace, Place
+from zero_infinity.runtime.accelerator import CpuPlace, Memory, Place
 from zero_infinity.runtime.activations import Activations
 from zero_infinity.runtime.alternatives import Watch
 from zero_infinity.runtime.arena import Arena
+from zero_infinity.runtime.assembled import Assembled, Lender
 from zero_infinity.runtime.dtensors import check_group, like, local_of, whole_norms
 from zero_infinity.runtime.exchange import ParameterExchange
 from zero_infinity.runtime.gradients import Gradients
 from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, sharding_of
 from zero_infinity.runtime.keeper import RecordKeeper
+from zero_infinity.runtime.lazy_logits import make_logits
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.runtime.placement import Placement, UnitSize, place
-from zero_infinity.runtime.precision import multiplies_fast, precision_of
+from zero_infinity.runtime.precision import Precision, multiplies_fast, precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
@@ -43,6 +45,8 @@ from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.shelf import BlockShelf, Shelf
 from zero_infinity.runtime.sources import ComputeCache, check_room, copy_size
 from zero_infinity.runtime.stats import Stats
+from zero_infinity.runtime.tiled_use import TiledWeight
+from zero_infinity.runtime.tiles import Tiling, check_room_to_cut, cut, find_tileable
 from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit, refuse_shared_memory
 from zero_infinity.runtime.unmanaged import UnmanagedParameters
 from zero_infinity.runtime.updater import Updater
@@ -55,6 +59,8 @@ from zero_infinity.trace import COPIES, DEVICE, HOST
 from zero_infinity.units import format_count
 
 Owners = dict[nn.Module, list[ManagedParameter]]
+# Who owns what, units that are replaced, the room for copies, and hosts that the model was built in.
+_LayOut = tuple[Owners, list[Unit], int, set[ParameterHost]]
 
 # Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
 _COPY_SHARE = 1 / 8
@@ -144,18 +150,48 @@ class TrainingEngine:
 
     def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
         """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
-        config = self.config
         refuse_shared_memory(model)
         check_group(dict(model.named_parameters()), self.ranks.group if self.ranks is not None else None)
-        self._recomputed = recompute.find_blocks(model, config)
+        self._recomputed = recompute.find_blocks(model, self.config)
         if self._replicas is not None and not self._recomputed:
             raise UsageError(
                 "activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
                 "  fix:   checkpoint_activations=True in zi.Config"
             )
-        owners, replaced = self._make_units(model)
+        owners, replaced, copies, hosts = self._lay_out_to_fit(model, optimizer)
+        self.host = hosts.pop() if hosts else ParameterHost(self.config, self.ranks, self._budget)
+        self.store = self.host.store
+        self.residency = self.host.residency
+        self._recording = self.host.recording
+        if self._recording is not None:
+            self._recording.trace.title = self._title(model)
+        self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
+        return owners, replaced, copies
+
+    def _lay_out_to_fit(self, model: nn.Module, optimizer: Optimizer) -> _LayOut:
+        """With whole layers where they fit, so that nothing changes for a model that does; else with tiles."""
+        if self.config.tile_above is not None:
+            return self._lay_out(model, optimizer, Tiling(self.config.tile_above))
+        found: _LayOut | None = None
+        try:
+            found = self._lay_out(model, optimizer, None)
+        except CapacityError:
+            found = None
+        finally:
+            if self.ranks is not None and not self.ranks.smallest("whether layers fit whole", int(found is not None)):
+                found = None
+        return found or self._lay_out(model, optimizer, Tiling.by_default(self._least_budget()))
+
+    def _least_budget(self) -> int:
+        """Of the tiers that a tile has to fit in."""
+        device = self.config.device_memory or (self._accelerator.budget if self._accelerator is not None else None)
+        return self._common_budget if device is None else min(self._common_budget, device)
+
+    def _lay_out(self, model: nn.Module, optimizer: Optimizer, tiling: Tiling | None) -> _LayOut:
+        config = self.config
+        owners, replaced = self._make_units(model, tiling)
         self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
-        self._managed = {p.parameter: p for unit in self.units for p in unit.parameters}
+        self._managed = {p.parameter: p.whole or p for unit in self.units for p in unit.parameters}
         unmanaged = _assign_groups(optimizer, self._managed, self._model_parameters)
         self._unmanaged = UnmanagedParameters(optimizer, unmanaged)
         self.records = self._make_records()
@@ -168,15 +204,7 @@ class TrainingEngine:
         hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
         for host in hosts:
             host.check_same_place(config)
-        copies = self._place(together, replaced)
-        self.host = hosts.pop() if hosts else ParameterHost(config, self.ranks, self._budget)
-        self.store = self.host.store
-        self.residency = self.host.residency
-        self._recording = self.host.recording
-        if self._recording is not None:
-            self._recording.trace.title = self._title(model)
-        self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
-        return owners, replaced, copies
+        return owners, replaced, self._place(together, replaced), hosts
 
     def _title(self, model: nn.Module) -> str:
         """Of a trace."""
@@ -203,6 +231,10 @@ class TrainingEngine:
         self._room_for_activations = (
             self.placement.cache - self.placement.least if config.nvme else free - self.placement.needed
         )
+        # What is left is for tiles that are put together, unless saved tensors have it.
+        shares = config.offload_activations in (True, "all") and not config.nvme
+        self._spare_bytes = 0 if shares else free - self.placement.needed
+        check_room_to_cut(self._tiled, self.placement.cache, budget)
         return copies
 
     def _build(self, model: nn.Module, copies: int, replaced: list[Unit]) -> None:
@@ -226,6 +258,7 @@ class TrainingEngine:
         for unit in new_units:
             self.host.fill(unit)
         self._take_states()
+        self._use_tiles()
         self.store.settle()
         for unit in new_units:
             self.host.park(unit)
@@ -236,30 +269,71 @@ class TrainingEngine:
 
     # ------------------------------------------------------------------ setting up
 
-    def _make_units(self, model: nn.Module) -> tuple[Owners, list[Unit]]:
+    def _use_tiles(self) -> None:
+        """Let torch functions use parameters tile by tile where that can be done, and find them whole elsewhere."""
+        lender: Lender = self.residency
+        allocate: Callable[[int], Memory] = self.store.pool.take
+        spare, budget = self._spare_bytes, self._budget
+        if self._accelerator is not None and self._cache is not None:
+            lender, allocate = self._cache, self._accelerator.allocate
+            spare, budget = 0, self.config.device_memory or self._accelerator.budget
+        exposure = self.host.exposure
+        assembled = Assembled(exposure, lender, allocate, spare, budget)
+        for whole, makes_logits in self._tiled.items():
+            whole.unit.source = assembled
+            use = TiledWeight(whole, exposure, assembled, self.gradients)
+            # Scaled losses are made of the model's outputs, which have to be there for that.
+            use.make_logits = make_logits if makes_logits and self.loss_scale is None else None
+            whole.tiled_use = use
+
+    def _make_units(self, model: nn.Module, tiling: Tiling | None) -> tuple[Owners, list[Unit]]:
         """The parameters of each module that owns some; and units of `zi.init` that are stored in another dtype now."""
         owners: Owners = {}
         replaced: dict[Unit, None] = {}
+        self._tiled: dict[ManagedParameter, bool] = {}  # and whether it makes logits
+        tileable = find_tileable(model) if tiling is not None else {}
         built = {known.unit.number for p in model.parameters() if (known := parked.managed(p)) is not None}
         numbers = itertools.count(max(built, default=-1) + 1)
         for module, name, parameters in find_parameters(model):
             fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+            num_rows = {
+                parameter: tiling.rows(full_name, parameter.shape, self._precision_of(parameter.dtype))
+                for full_name, parameter in parameters
+                if tiling is not None and parameter in tileable
+            }
+            torn_up = {known.unit for p, rows in num_rows.items() if rows and (known := parked.managed(p)) is not None}
             for full_name, parameter in parameters:
                 known = parked.managed(parameter)
-                dtypes = precision_of(parameter.dtype, self.config, self._device, fast=self._is_fast)
-                if known is not None and (known.unit.dtype, known.unit.compute_dtype) == (
+                dtypes = self._precision_of(parameter.dtype)
+                unchanged = known is not None and (known.unit.dtype, known.unit.compute_dtype) == (
                     dtypes.stored,
                     dtypes.computed,
-                ):
+                )
+                if known is not None and unchanged and known.unit not in torn_up:
                     known.name = full_name
                     known.unit.rename(name or type(model).__name__)
                     owners.setdefault(module, []).append(known)
                     continue
                 if known is not None:
                     replaced.setdefault(known.unit)
+                rows = num_rows.get(parameter)
+                if rows is not None:
+                    whole = cut(
+                        name or type(model).__name__,
+                        full_name,
+                        parameter,
+                        rows,
+                        precision=dtypes,
+                        device=self._device,
+                        numbers=numbers,
+                        sharding=self._sharding,
+                    )
+                    self._tiled[whole] = tileable[parameter]
+                    owners.setdefault(module, []).extend(whole.tiles)
+                    continue
                 fresh.setdefault(parameter.dtype, []).append((full_name, parameter))
             for own, members in fresh.items():
-                dtypes = precision_of(own, self.config, self._device, fast=self._is_fast)
+                dtypes = self._precision_of(own)
                 unit_name = (name or type(model).__name__) + (f" ({own})" if len(fresh) > 1 else "")
                 unit = make_unit(
                     unit_name,
@@ -273,11 +347,14 @@ class TrainingEngine:
                 owners.setdefault(module, []).extend(unit.parameters)
         return owners, list(replaced)
 
+    def _precision_of(self, dtype: torch.dtype) -> Precision:
+        return precision_of(dtype, self.config, self._device, fast=self._is_fast)
+
     def _make_records(self) -> dict[Unit, Record]:
         records = {}
         maker = RecordMaker(self.user_optimizer)
         for unit in self.units:
-            record = maker.make(unit, precision_of(unit.dtype, self.config, self._device, fast=self._is_fast).optimized)
+            record = maker.make(unit, self._precision_of(unit.dtype).optimized)
             if record is not None:
                 records[unit] = record
         return records
@@ -396,7 +473,7 @@ class TrainingEngine:
         record = self.records.get(unit)
         if record is not None and record.has_master:
             for managed in record.state_names:
-                self.keeper.write_master(managed, local_of(managed.parameter.detach()))
+                self.keeper.write_master(managed, local_of(managed.value()))
 
     def _take_states(self) -> None:
         """Move states that the user's optimizer has (it was used before) into records."""
@@ -478,8 +555,10 @@ class TrainingEngine:
             self._recording.computing(unit.name)
 
     def _edited(self, managed: ManagedParameter, flat: torch.Tensor) -> None:
-        if managed.unit in self.records and managed.group is not None:
-            self.keeper.write_master(managed, managed.of(flat))
+        value = managed.of(flat)
+        for part in managed.parts:
+            if part.unit in self.records and part.group is not None:
+                self.keeper.write_master(part, value if part is managed else part.rows_of(value))
 
     # ------------------------------------------------------------------ the step
 
@@ -518,12 +597,12 @@ class TrainingEngine:
             factors += (unscale,)
             norms = {parameter: norm * unscale for parameter, norm in norms.items()}
         if self.config.max_grad_norm is not None:
-            found = [norms[key] for p in self._model_parameters if (key := parked.managed(p) or p) in norms]
+            found = [norms[key] for p in self._model_parameters for key in _parts_of(p) if key in norms]
             self.grad_norm, clip = _clip_factors(found, self.config.max_grad_norm)
             factors += clip
         self.gradients.step(factors)
         self._unmanaged.step(factors)
-        for source in {unit.the_source() for unit in self.units}:
+        for source in {unit.the_source() for unit in (*self.units, *(whole.unit for whole in self._tiled))}:
             source.end_cycle(same_order=self.gradients.same_order)
         if self.activations is not None:
             self.activations.end_cycle()
@@ -554,11 +633,14 @@ class TrainingEngine:
         """Retained gradients (over data-parallel ranks whole), with whose they are; and those on their parameters."""
         for parameter in parameters:
             managed = parked.managed(parameter)
-            if managed is not None and managed.group is None:
-                managed = None
-            gradient = parameter.grad if managed is None else self.gradients.gather(managed)
-            if gradient is not None:
-                yield parameter, managed, gradient
+            if managed is None or managed.group is None:
+                if parameter.grad is not None:
+                    yield parameter, None, parameter.grad
+                continue
+            for part in managed.parts:
+                gradient = self.gradients.gather(part)
+                if gradient is not None:
+                    yield parameter, part, gradient
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
@@ -586,7 +668,10 @@ class TrainingEngine:
         """After zero_grad(set_to_none=False) a parameter that is not used has a gradient all the same: zeros."""
         if self._zeros:
             for managed in [
-                m for m in self._managed.values() if m in self.gradients.seen and not self.gradients.has(m)
+                part
+                for whole in self._managed.values()
+                for part in whole.parts
+                if part in self.gradients.seen and not self.gradients.has(part)
             ]:
                 self.gradients.take(managed, torch.zeros(managed.shape, dtype=managed.unit.compute_dtype))
 
@@ -598,7 +683,8 @@ class TrainingEngine:
                 managed.parameter.grad = None
         for managed, gradient in found:
             if gradient is not None:
-                self.gradients.take(managed, gradient)
+                for part in managed.parts:
+                    self.gradients.take(part, part.rows_of(gradient))
 
     # ------------------------------------------------------------------ values and states
 
@@ -607,8 +693,9 @@ class TrainingEngine:
         """Inside, retained gradients are on the (exposed) parameters; what is changed is kept."""
         shown = [m for m in parameters if m.group is not None]
         for managed in shown:
-            gradient = self.gradients.gather(managed)
-            managed.parameter.grad = like(managed.parameter, gradient) if gradient is not None else None
+            gradients = [g for part in managed.parts if (g := self.gradients.gather(part)) is not None]
+            whole = torch.cat(gradients) if len(gradients) > 1 else next(iter(gradients), None)
+            managed.parameter.grad = like(managed.parameter, whole) if whole is not None else None
         try:
             yield
         finally:
@@ -616,7 +703,8 @@ class TrainingEngine:
                 gradient = managed.parameter.grad
                 managed.parameter.grad = None
                 if gradient is not None:
-                    self.gradients.replace(managed, local_of(gradient))
+                    for part in managed.parts:
+                        self.gradients.replace(part, part.rows_of(local_of(gradient)))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be, in memory."""
@@ -708,7 +796,7 @@ class GradientHook(hooks.Hook):
 
     def has_gradient(self) -> bool:
         gradients, managed = self._gradients(), self._managed()
-        return gradients is not None and managed is not None and gradients.has(managed)
+        return gradients is not None and managed is not None and any(map(gradients.has, managed.parts))
 
 
 def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -727,7 +815,8 @@ def _assign_groups(
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter in managed:
-                managed[parameter].group = number
+                for one in (managed[parameter], *managed[parameter].tiles):
+                    one.group = number
             elif parameter not in unmanaged:
                 raise UsageError(
                     f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
@@ -764,9 +853,17 @@ def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[li
         if isinstance(module, nn.MultiheadAttention):
             # Its one operation takes the output projection's parameters, too.
             members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
-        units = [p.unit for p in members] + ([first[module]] if module in first else [])
-        together.append(list(dict.fromkeys(units)))
+        units = [p.unit for p in members if p.whole is None] + ([first[module]] if module in first else [])
+        tiles = [[p.unit] for p in members if p.whole is not None]
+        # Of its tiles one at a time.
+        together += [list(dict.fromkeys([*tile, *units])) for tile in tiles or [[]]]
     return together
+
+
+def _parts_of(parameter: nn.Parameter) -> Sequence[ManagedParameter | nn.Parameter]:
+    """Those that norms of its gradient are known of."""
+    managed = parked.managed(parameter)
+    return managed.parts if managed is not None else [parameter]
 
 
 def _is_copied(unit: Unit) -> bool:

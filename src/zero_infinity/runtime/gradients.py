@@ -98,7 +98,14 @@ class Gradients:
             return
         self._follow_backward()
         self._updater.help()
-        self.take(parameter, gradient)
+        for part in parameter.parts:
+            self.take(part, part.rows_of(gradient))
+
+    def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None:
+        """A function that uses a parameter in tiles has made a gradient of one, in backward."""
+        self._follow_backward()
+        self._updater.help()
+        self.take(tile, gradient)
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """A gradient of `parameter` has come: keep it, or update with it."""
@@ -106,7 +113,12 @@ class Gradients:
         flat = self._flat(parameter, gradient)
         if self._may_update_early(unit):
             self._make_room(flat.nbytes, unit)
-            self._waiting.setdefault(unit, {})[parameter] = self._with_retained(parameter, flat)
+            waiting = self._waiting.setdefault(unit, {})
+            earlier = waiting.pop(parameter, None)  # a tile has a gradient for each use of its parameter
+            if earlier is not None:
+                flat.add_(earlier)
+                self._release(earlier.nbytes)
+            waiting[parameter] = self._with_retained(parameter, flat)
             self._update_when_complete(unit)
         else:
             self._retain(parameter, flat)
@@ -370,6 +382,8 @@ class Gradients:
         job = Update(record, fresh, retained, settings, self._rule, factors, done)
         store, block = self._residency.store, unit.the_block()
         unit.the_source().updated(unit)
+        for whole in {p.whole.unit for p in unit.parameters if p.whole is not None}:
+            whole.the_source().updated(whole)
         for parameter in settings:
             parameter.num_changes += 1
         self._residency.access(block)

@@ -200,7 +200,8 @@ def attach(
     """Put hooks on every module; `owners` says which parameters belong to which."""
     stack = ForwardStack(exposure, recording)
     for module in model.modules():
-        parameters = owners.get(module, [])
+        # A tile is shown by whoever uses it, for as long as it takes.
+        parameters = [p for p in owners.get(module, []) if p.whole is None]
         if any(child in owners for child in module.modules() if child is not module):
             parameters = []
         module.register_forward_pre_hook(BeforeForward(exposure, stack, parameters), prepend=True)

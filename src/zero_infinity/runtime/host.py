@@ -124,11 +124,11 @@ class ParameterHost:
             flat = memory.view(unit.dtype)
             if not unit.is_stored_in_parts:
                 for managed in unit.parameters:
-                    managed.of(flat).copy_(local_of(managed.parameter.detach()))
+                    managed.of(flat).copy_(local_of(managed.value()))
             else:
                 for managed in unit.parameters:
                     mine = unit.stored.overlap(managed.offset, managed.end)
-                    part = managed.flattened(local_of(managed.parameter.detach()))[
+                    part = managed.flattened(local_of(managed.value()))[
                         mine.start - managed.offset : mine.stop - managed.offset
                     ]
                     flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
@@ -137,8 +137,9 @@ class ParameterHost:
     def park(self, unit: Unit) -> None:
         """From now on the block is where the values are."""
         for managed in unit.parameters:
-            parked.adopt(managed, self.exposure)
-            parked.park(managed)
+            shown = managed.whole or managed
+            parked.adopt(shown, self.exposure)
+            parked.park(shown)
 
     def drop(self, unit: Unit) -> None:
         """A unit that no parameter lives in any more."""

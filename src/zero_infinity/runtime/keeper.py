@@ -26,9 +26,19 @@ class RecordKeeper:
 
     def read_state(self, parameter: ManagedParameter) -> dict[str, Any] | None:
         """The parameter's optimizer state, as the plain optimizer has it; None if there is none yet."""
+        if parameter.tiles:
+            return self._read_tiles(parameter.tiles)
         record = self._records[parameter.unit]
         names = record.started.get(parameter)
         return {name: self._read(parameter, name) for name in names} if names else None
+
+    def _read_tiles(self, tiles: list[ManagedParameter]) -> dict[str, Any] | None:
+        states = [state for tile in tiles if (state := self.read_state(tile)) is not None]
+        if len(states) < len(tiles):
+            return None
+        names = self._records[tiles[0].unit].state_names[tiles[0]]
+        # Scalars (the number of steps) are the same for all.
+        return {k: torch.cat([state[k] for state in states]) if k in names else v for k, v in states[0].items()}
 
     def _read(self, parameter: ManagedParameter, name: str) -> Any:
         record = self._records[parameter.unit]
@@ -46,6 +56,11 @@ class RecordKeeper:
     def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
         """Take over a state of the plain optimizer."""
         self.check_state(parameter, state)
+        for tile in parameter.tiles:
+            names = self._records[tile.unit].state_names[tile]
+            self.write_state(tile, {k: tile.rows_of(v) if k in names else v for k, v in state.items()})
+        if parameter.tiles:
+            return
         record = self._records[parameter.unit]
         names = record.state_names[parameter]
         for name in names:
@@ -55,7 +70,8 @@ class RecordKeeper:
 
     def check_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
         """Raise when `state` is not one of this optimizer's."""
-        names = self._records[parameter.unit].state_names[parameter]
+        part = parameter.parts[0]
+        names = self._records[part.unit].state_names[part]
         missing = [name for name in names if name not in state]
         if missing:
             raise UsageError(

@@ -140,6 +140,7 @@ _METADATA: frozenset[Any] = frozenset(
     }
     | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
 )
+_GRADIENT_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _ONLY_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 # What `nn.Module._apply` asks before it puts a converted tensor, or another parameter, in the place of a parameter.
 _ABOUT_TO_CONVERT = torch._has_compatible_shallow_copy_type
@@ -154,6 +155,12 @@ class ParkedParameter(nn.Parameter):
         cls, func: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
+        if func in _GRADIENT_HOOKS and args[0].__dict__[ATTRIBUTE].tiles:
+            raise UsageError(
+                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is used in tiles, and its gradient is never whole: a "
+                "hook on it would not be called\n  fix:   a larger tile_above in zi.Config, or register the hook "
+                "before zi.prepare, which then leaves the parameter whole"
+            )
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **keywords)
@@ -182,6 +189,11 @@ class ParkedParameter(nn.Parameter):
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
+        for tiled in found:
+            if tiled.tiled_use is not None:
+                result = _use_tiles(tiled, found, func, args, keywords)
+                if result is not NotImplemented:
+                    return result
         return _call_exposed(found, func, lambda: func(*args, **keywords))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -272,6 +284,23 @@ def _call_exposed(parameters: list[ManagedParameter], func: Callable[..., Any], 
     if others:
         return exposer.call_exposed(mine, func, lambda: _call_exposed(others, func, call))
     return exposer.call_exposed(mine, func, call)
+
+
+def _use_tiles(
+    tiled: ManagedParameter,
+    found: list[ManagedParameter],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    """Run `func` tile by tile, with whatever else is parked among its arguments (a bias) exposed."""
+    others = [p for p in found if p is not tiled]
+    use = tiled.tiled_use
+    if use is None or any(p.tiles for p in others):
+        return NotImplemented
+    if others:
+        return _call_exposed(others, func, lambda: use(func, args, keywords))
+    return use(func, args, keywords)
 
 
 def _parked_in(value: Any) -> Iterator[ManagedParameter]:

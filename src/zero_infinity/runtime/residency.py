@@ -56,6 +56,24 @@ class Residency:
             for key in self.policy.shrink(budget):
                 self.store.evict(self._blocks[key])
 
+    def lend(self, num_bytes: int) -> bool:
+        """Let blocks take that much less; False, and nothing changes, when too much is in use for that."""
+        with self._lock:
+            before = self.policy.budget
+            if num_bytes > before:
+                return False
+            for key in self.policy.shrink(before - num_bytes):
+                self.store.evict(self._blocks[key])
+            if self.policy.cached_bytes > self.policy.budget:
+                self.policy.shrink(before)
+                return False
+        return True
+
+    def take_back(self, num_bytes: int) -> None:
+        """What was lent is there again."""
+        with self._lock:
+            self.policy.shrink(self.policy.budget + num_bytes)
+
     def access(self, block: Block) -> None:
         """`block` is used now: bring it in, and whatever the policy wants ahead of its use. Does not wait."""
         if block.home is Home.RAM:

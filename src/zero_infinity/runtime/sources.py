@@ -190,6 +190,24 @@ class ComputeCache:
         self._group_of.update(dict.fromkeys(group.units, group))
         self._policy.add(group.key, sum(copy_size(unit) for unit in group.units))
 
+    def lend(self, num_bytes: int) -> bool:
+        """Let copies take that much less; False, and nothing changes, when too much is in use for that."""
+        with self._lock:
+            before = self._policy.budget
+            if num_bytes > before:
+                return False
+            for key in self._policy.shrink(before - num_bytes):
+                self._drop(key)
+            if self._policy.cached_bytes > self._policy.budget:
+                self._policy.shrink(before)
+                return False
+        return True
+
+    def take_back(self, num_bytes: int) -> None:
+        """What was lent is there again."""
+        with self._lock:
+            self._policy.shrink(self._policy.budget + num_bytes)
+
     # ------------------------------------------------------------------ the computing thread
 
     def acquire(self, unit: Unit) -> torch.Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -40,9 +40,20 @@ class GradientTaker(Protocol):
         """Whether one was taken that no step has been finished with."""
 
 
+class TiledUse(Protocol):
+    """How a parameter that has tiles is used without being whole."""
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """The result of a torch function, tile by tile; `NotImplemented` when that needs the whole."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ManagedParameter:
-    """One parameter of the user's, and where its elements (of a DTensor: its local ones) lie in its unit."""
+    """One parameter of the user's, and where its elements (of a DTensor: its local ones) lie in its unit.
+
+    A large one may have *tiles*: rows of it, each in a unit of its own, that hold its values and are trained in its
+    place. Its own unit then has no block, and is put together from them for who needs it whole. (`runtime/tiles.py`)
+    """
 
     parameter: nn.Parameter
     name: str
@@ -61,6 +72,23 @@ class ManagedParameter:
     edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
     gradient_hook: GradientTaker | None = None
     gradient_hook_handle: RemovableHandle | None = None
+    tiles: list[ManagedParameter] = field(default_factory=list)
+    tiled_use: TiledUse | None = None
+    whole: ManagedParameter | None = None  # what this one is a tile of...
+    first_row: int = 0  # ...beginning here
+
+    @property
+    def parts(self) -> list[ManagedParameter]:
+        """Those that hold its values: its tiles, or itself."""
+        return self.tiles or [self]
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor in the shape of the user's parameter, what belongs to this tile; all, if it is none."""
+        return tensor if self.whole is None else tensor[self.first_row : self.first_row + self.shape[0]]
+
+    def value(self) -> torch.Tensor:
+        """Its values as the user's parameter has them now."""
+        return self.rows_of(self.parameter.detach())
 
     @property
     def num_elements(self) -> int:
@@ -79,8 +107,9 @@ class ManagedParameter:
     @property
     def version(self) -> int:
         """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
+        related = [self, *self.tiles, *([self.whole] if self.whole is not None else [])]
         with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter._version + self.num_changes
+            return self.parameter._version + sum(one.num_changes for one in related)
 
     def hook_gradient_last(self) -> None:
         """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
@@ -154,9 +183,9 @@ class Unit:
 
     @property
     def is_saved(self) -> bool:
-        """Whether autograd holds saved tensors over it."""
+        """Whether autograd holds saved tensors over it, or over what it is a tile of."""
         self.handles = [handle for handle in self.handles if handle() is not None]
-        return bool(self.handles)
+        return bool(self.handles) or any(p.whole is not None and p.whole.unit.is_saved for p in self.parameters)
 
     def parameter_at(self, offset: int) -> ManagedParameter:
         """The parameter whose elements are around `offset`."""
