@@ -34,6 +34,8 @@ _SMALL_BYTES = 64 * 1024
 # Dead roots that may be remembered beyond as many as are alive.
 _DEAD_ROOTS = 64
 
+_Key = tuple[int, int, int, Span]  # storage, root, version, which bytes of the storage are the root's
+
 
 class _Kept:
     """The bytes of one root: on a shelf (all, or this rank's part), or unpacked in memory."""
@@ -83,7 +85,7 @@ class Activations:
         self._lock = threading.RLock()
         self._alive: dict[Slot, _KeptRef] = {}
         self._dead: deque[weakref.ref[_Kept]] = deque()
-        self._known: dict[tuple[int, int, Span], tuple[weakref.ref[torch.Tensor], weakref.ref[_Kept]]] = {}
+        self._known: dict[_Key, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Kept]]] = {}
         self._forget_dead_at = _DEAD_ROOTS
         self._has_warned = False
 
@@ -99,14 +101,16 @@ class Activations:
             return None
         with held(), self._lock, ordinary_tensors(), torch.no_grad():
             self._collect()
-            key = (id(root), tensor._version, whole)
+            # The storage tells whether the root is still the same one: torch's tensors do not bear weak references.
+            storage = root.untyped_storage()
+            key = (storage._cdata, id(root), tensor._version, whole)
             known = self._known.get(key)
-            kept = known[1]() if known is not None and known[0]() is root else None
+            kept = known[1]() if known is not None and known[0]() is storage else None
             if kept is None:
                 kept = self._keep(_bytes_of(root, whole), self._replicas if is_input else None)
                 if kept is None:
                     return None
-                self._remember(key, root, kept)
+                self._remember(key, storage, kept)
             return SavedView(self, kept, tensor, (mine.start - whole.start) // tensor.itemsize)
 
     def unpack(self, kept: _Kept) -> torch.Tensor:
@@ -161,12 +165,12 @@ class Activations:
                 del self._alive[dead.slot]
                 dead.slot.drop()
 
-    def _remember(self, key: tuple[int, int, Span], root: torch.Tensor, kept: _Kept) -> None:
+    def _remember(self, key: _Key, storage: torch.UntypedStorage, kept: _Kept) -> None:
         if len(self._known) >= self._forget_dead_at:
             alive = (item for item in self._known.items() if item[1][0]() is not None and item[1][1]() is not None)
             self._known = dict(alive)
             self._forget_dead_at = 2 * len(self._known) + _DEAD_ROOTS
-        self._known[key] = (weakref.ref(root), weakref.ref(kept))
+        self._known[key] = (weakref.ref(storage), weakref.ref(kept))
 
     def _warn_of_room(self, num_bytes: int) -> None:
         if not self._has_warned:
