@@ -64,8 +64,8 @@ def main() -> int:
     num_kills = num_ends = last = 0
     while num_kills < args.kills:
         disturbed = args.directory / f"disturbed{num_ends}"
-        # Somewhere between the imports and well into the steps.
-        code = run_until(choice.uniform(0, 0.5 * seconds), command(disturbed, args.steps, args.ranks), log)
+        # Anywhere between the imports and the end.
+        code = run_until(choice.uniform(0, seconds), command(disturbed, args.steps, args.ranks), log)
         step = read(find(disturbed)).step if has_checkpoint(disturbed) else 0
         if step < last:
             sys.exit(f"after kill {num_kills} the latest checkpoint is of step {step}, and was of {last}")
