@@ -27,8 +27,10 @@ SHAPE = ["--layers", "4", "--hidden", "128", "--heads", "4", "--seq", "64", "--m
 
 def command(directory: Path, steps: int, ranks: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    # A directory of its own that the command makes for swap space would be left, empty, by each kill.
+    swap = ["--nvme", str(directory.parent)]
     saving = ["--save", str(directory), "--save-every", "1", "--keep", "2", "--resume"]
-    return [sys.executable, *launcher, "-m", "zero_infinity", "train", *SHAPE, "--steps", str(steps), *saving]
+    return [sys.executable, *launcher, "-m", "zero_infinity", "train", *SHAPE, *swap, "--steps", str(steps), *saving]
 
 
 def tensor_files(folder: Path) -> dict[str, bytes]:
