@@ -27,8 +27,10 @@ SHAPE = ["--layers", "4", "--hidden", "128", "--heads", "4", "--seq", "64", "--m
 
 def command(directory: Path, steps: int, ranks: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    # A directory of its own that the command makes for swap space would be left, empty, by each kill.
+    swap = ["--nvme", str(directory.parent)]
     saving = ["--save", str(directory), "--save-every", "1", "--keep", "2", "--resume"]
-    return [sys.executable, *launcher, "-m", "zero_infinity", "train", *SHAPE, "--steps", str(steps), *saving]
+    return [sys.executable, *launcher, "-m", "zero_infinity", "train", *SHAPE, *swap, "--steps", str(steps), *saving]
 
 
 def tensor_files(folder: Path) -> dict[str, bytes]:
@@ -64,8 +66,8 @@ def main() -> int:
     num_kills = num_ends = last = 0
     while num_kills < args.kills:
         disturbed = args.directory / f"disturbed{num_ends}"
-        # Somewhere between the imports and well into the steps.
-        code = run_until(choice.uniform(0, 0.5 * seconds), command(disturbed, args.steps, args.ranks), log)
+        # Anywhere between the imports and the end.
+        code = run_until(choice.uniform(0, seconds), command(disturbed, args.steps, args.ranks), log)
         step = read(find(disturbed)).step if has_checkpoint(disturbed) else 0
         if step < last:
             sys.exit(f"after kill {num_kills} the latest checkpoint is of step {step}, and was of {last}")
