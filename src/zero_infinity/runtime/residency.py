@@ -119,7 +119,7 @@ class Residency:
         """A step is over. `same_order`: the next one is expected to use blocks in the same order."""
         with self._lock:
             self.policy.end_cycle(same_order=same_order)
-        self.store.heap.end_step()
+        self.store.heap.look()
 
     @contextmanager
     def pinned(self, block: Block) -> Iterator[None]:

@@ -181,8 +181,8 @@ class Updater:
                     break
                 # Not away: it has some time to come by.
                 told = self._changed.wait(_PATIENCE_SECONDS if idle else None)
-                if idle and not told and not self._is_running and self._jobs and num_chunks == self._num_chunks:
-                    break
+                if idle and not told and num_chunks == self._num_chunks:
+                    self._is_away = True
             self._is_running = not self._is_closed
             return self._is_running
 

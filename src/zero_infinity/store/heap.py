@@ -31,28 +31,20 @@ class HeapWatch:
     """Keeps holes in the heap from adding up.
 
     What a step leaves behind free is what the next one needs: giving that back each time would cost its page faults. So
-    the heap is trimmed only when it has grown by more than an eighth of the budget beyond what the first step needed.
+    the heap is trimmed only when it has grown by more than an eighth of the budget beyond what was ever in use.
     """
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool  # its memory is not the heap's
         self._growth = max(_LEAST_GROWTH, pool.budget // 8)
-        self._needed = 0
-        self._is_first_step = True
+        self._needed = self._resident_bytes()
 
     def look(self) -> None:
         """Blocks are moving: a good moment to see whether the heap has grown."""
-        size = self._resident_bytes()
-        if self._is_first_step:
-            self._needed = max(self._needed, size)
-        elif size > self._needed + self._growth:
+        if self._resident_bytes() > self._needed + self._growth:
             trim_heap()
             # What is still there is in use: the model needs more than it did.
             self._needed = max(self._needed, self._resident_bytes())
-
-    def end_step(self) -> None:
-        self.look()
-        self._is_first_step = False
 
     def _resident_bytes(self) -> int:
         # Some hundred times a step: a third of what a file object costs.
