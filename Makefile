@@ -4,20 +4,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 3
+WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench clean
+.PHONY: help train test test-all lint bench clean
 # A target whose recipe failed half-way must not look up to date.
 .DELETE_ON_ERROR:
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(STAMP) ## train a model whose states are six times its memory budget (a minute or two)
 	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
 
-test: $(STAMP) ## run every test (WORKERS=3 processes)
+test: $(STAMP) ## run the tests (WORKERS=4 processes)
+	$(BIN)/pytest -n $(WORKERS) -m "not long" tests
+
+test-all: $(STAMP) ## the same, with long variants: world sizes, kills, limits
 	$(BIN)/pytest -n $(WORKERS) tests
 
 lint: $(STAMP) ## ruff, mypy, and the layers of the imports

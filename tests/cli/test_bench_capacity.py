@@ -40,6 +40,7 @@ def test_the_largest_is_found_by_halving(fits: int) -> None:
     assert len(tried) == len(set(tried)) <= 5
 
 
+@pytest.mark.long
 def test_a_model_that_the_kernel_kills_trains_within_the_same_limit(groups: None, tmp_path: Path) -> None:
     race = Race(layers=12, hidden=512, heads=4, batch=1, seq=8, seed=0, lr=1e-3, num_steps=3)  # 585 MiB of states
     limit = 512 * MIB

@@ -24,6 +24,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_plan, "_STEPS_A_ROUND", 1)
 
 
+@pytest.mark.long
 def test_bytes_are_exact_and_held_is_close(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "plan", str(tmp_path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

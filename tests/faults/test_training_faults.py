@@ -323,7 +323,7 @@ if not all(torch.isfinite(p.detach()).all() for p in model.parameters()):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("update", ["auto", "after_backward"])
+@pytest.mark.parametrize("update", ["auto", pytest.param("after_backward", marks=pytest.mark.long)])
 def test_interrupts_at_random_moments_are_neither_lost_nor_harmful(update: str, tmp_path: Path) -> None:
     """Each one is raised once; what follows trains, or says that the step is torn."""
     script = """

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.cgroup import Ended, Group, control_group, run_limited
 
 MIB = 1 << 20
@@ -166,6 +167,7 @@ def test_a_model_ten_times_the_limit_is_built(tmp_path: Path) -> None:
     assert built.report["checksums"] == script.checksums(script.make(10 * HEADROOM // MIB))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_eight_times_the_limit_is_saved_and_loaded(tmp_path: Path) -> None:
     with control_group() as group:
         ended = run(group, _CHECKPOINT, tmp_path)

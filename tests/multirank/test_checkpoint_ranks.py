@@ -15,7 +15,7 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "latest").iterdir() if path.suffix == ".safetensors"}
 
 
-@pytest.mark.parametrize("model", ["odds", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("odds", marks=pytest.mark.long), "gpt2"])
 def test_a_walk_over_world_sizes_stages_and_homes(model: str, tmp_path: Path) -> None:
     """1, 2, 4, 3 and 1 ranks; NVMe at stage 3, RAM at stage 1, stage 0; each goes on from what the one before left."""
     nvme = {"memory": LEAST, "nvme": tmp_path}

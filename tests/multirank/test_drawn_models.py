@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.multirank import LEAST, Job, Layer, accumulate, check, steps
@@ -32,6 +33,7 @@ def test_any_small_model(
         check([Job(steps, tuple(layers), settings=s) for s in every], num_ranks, moves=False)
 
 
+@pytest.mark.long
 @given(layers=st.lists(LAYERS, min_size=1, max_size=3), stage=st.sampled_from([2, 3]))
 @settings(max_examples=4)
 def test_any_small_model_accumulates(layers: list[Layer], stage: int) -> None:

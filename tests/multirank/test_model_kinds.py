@@ -30,7 +30,13 @@ PAIRS = {
 
 @pytest.mark.parametrize(
     ("model", "num_ranks"),
-    [("mlp", 1), *((model, n) for model in ("gpt2", "llama", "t5", "mixtral", "conv") for n in PAIRS)],
+    [
+        ("mlp", 1),
+        *((model, n) for model in ("gpt2", "llama", "mixtral", "conv") for n in PAIRS if n != 4),
+        *(("t5", n) for n in (1, 2)),
+        *(pytest.param(model, 4, marks=pytest.mark.long) for model in ("gpt2", "llama", "t5", "mixtral", "conv")),
+        pytest.param("t5", 3, marks=pytest.mark.long),
+    ],
 )
 def test_models(model: str, num_ranks: int, tmp_path: Path) -> None:
     where = homes(tmp_path)

@@ -24,7 +24,7 @@ from support.multirank import (
 from support.ranks import run_ranks
 
 
-@pytest.mark.parametrize(("model", "stage"), [("odds", 1), ("odds", 3), ("t5", 3)])
+@pytest.mark.parametrize(("model", "stage"), [("odds", 1), ("odds", 3), pytest.param("t5", 3, marks=pytest.mark.long)])
 def test_state_dicts_of_two_ranks_in_one_and_in_three(model: str, stage: int, tmp_path: Path) -> None:
     first = Job(steps, model, settings={"stage": stage, "memory": "4MiB"})
     (saved, other), *_ = run_jobs([first], 2)
@@ -80,7 +80,7 @@ def test_an_overflow_of_one_rank_is_every_ranks(tmp_path: Path) -> None:
             assert_same("weights", by_rank[0][0][0], after)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.long)])
 def test_models_that_are_built_in_parts(model: str, tmp_path: Path) -> None:
     every = [
         {"stage": 3, "memory": "500KiB", "nvme": tmp_path},

@@ -16,20 +16,20 @@ def settings(stage: int, directory: Path, **changes: Any) -> dict[str, Any]:
     return {"stage": stage, "tile_above": ABOVE, **where, **changes}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_every_stage_has_the_same_bits(num_ranks: int, tmp_path: Path) -> None:
     """And those of the joined batch, as far as float32 goes."""
     every = [Job(steps, "llama", settings=settings(stage, tmp_path)) for stage in range(4)]
     check(every, num_ranks, exact=False, moves=False)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(s, marks=pytest.mark.long) for s in (1, 2))])
 def test_a_tied_weight(stage: int, tmp_path: Path) -> None:
     """It has two gradients a backward; when they are added up depends on the stage."""
     check([Job(steps, "gpt2", settings=settings(stage, tmp_path))], 2, exact=False, moves=False)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_accumulation_clipping_and_edits(stage: int, tmp_path: Path) -> None:
     twice = settings(stage, tmp_path, gradient_accumulation_steps=2)
     check([Job(accumulate, "tied", settings=twice)], 2, exact=False, moves=False)

@@ -89,6 +89,7 @@ def test_the_talk_s_tables_need_the_talk_s_profile() -> None:
         assert num_equal == num_compared > 0
 
 
+@pytest.mark.long
 def test_simulated_5t_10t_20t_are_within_table_4() -> None:
     """Without overlap, as the table's own analysis assumes; what overlapping would give is shown beside."""
     exhibit = catalogue.make("infinity-figure5a", divide)
