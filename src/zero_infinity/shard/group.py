@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from zero_infinity.errors import LostRankError, RankError, UsageError
+from zero_infinity.errors import DivergenceError, LostRankError, RankError, UsageError
 from zero_infinity.shard.wire import Connections, Traffic, Wire
 from zero_infinity.trace import Trace
 
@@ -70,6 +70,7 @@ class RankGroup:
         self.traffic = Traffic()
         self.trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
+        self.divergences: dict[Wire, DivergenceError] = {}
         self.num_steps = 0
         # Numbers for calls in which ranks tell each other things, each of which can be told once.
         self.call_numbers = itertools.count()

@@ -25,12 +25,14 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions
 from torch.distributed import Work
 
-from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError
+from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError, again
 from zero_infinity.shard.partition import Span
 from zero_infinity.trace import RANKS, Category, Trace
 
 _AGREEMENT, _DATA, _CUT = 0, 1, 2  # tags
 _AT_ONCE = timedelta(milliseconds=1)
+# How long it may take until all threads that met the same divergence have noticed it.
+_PARTED_SECONDS = 1.0
 # Of a thread that was told to end, for what it is in the middle of.
 _GRACE_SECONDS = 3.0
 
@@ -64,6 +66,8 @@ class Traffic:
 
 class Directory(Protocol):
     """What is known of ranks and of what they exchange."""
+
+    divergences: dict[Wire, DivergenceError]  # that this rank has seen, on wires that have not agreed again since
 
     def describe(self, rank: int) -> list[str]:
         """What is known of a rank that is lost, and of others that have ended."""
@@ -149,7 +153,9 @@ class Wire:
         self._exchange({r: [mine] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _AGREEMENT, topic.name)
         said = [theirs.get(rank, mine).tolist() for rank in range(self.num_ranks)]
         if any(numbers[:2] != said[self.rank][:2] for numbers in said):
-            raise self._divergence(topic, [numbers[1] for numbers in said])
+            error = self._directory.divergences[self] = self._divergence(topic, [numbers[1] for numbers in said])
+            raise error
+        self._directory.divergences.pop(self, None)
         return [numbers[2:] for numbers in said]
 
     def gather(self, topic: Topic, wholes: Sequence[tuple[torch.Tensor, Sequence[Span]]]) -> None:
@@ -233,7 +239,15 @@ class Wire:
             group.alltoall(outputs, inputs, AllToAllOptions()).wait()
         torch.accelerator.current_stream().synchronize()
 
-    def _lost(self, rank: int, name: str, error: RuntimeError) -> LostRankError:
+    def _lost(self, rank: int, name: str, error: RuntimeError) -> BaseException:
+        # A rank that finds that ranks have parted leaves. Then that is the reason, and another thread of this rank
+        # knows it, or will in a moment.
+        deadline = time.monotonic() + _PARTED_SECONDS
+        while not self._directory.divergences and time.monotonic() < deadline:
+            time.sleep(_PARTED_SECONDS / 100)
+        divergence = next(iter(self._directory.divergences.values()), None)
+        if divergence is not None:
+            return again(divergence)
         reason = (str(error).partition("] ")[2] or str(error)).splitlines()[0].partition(". This is")[0]
         self._directory.note(f"failed, as rank {rank} did not answer while it was waiting for {name!r}")
         known = "".join(f"\n  known: {line}" for line in self._directory.describe(rank))
