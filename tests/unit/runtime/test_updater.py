@@ -145,3 +145,20 @@ def test_closing_drops_what_waits(log: list[tuple[str, bool]]) -> None:
     assert log == []
     with pytest.raises(EngineClosedError):
         updater.submit(Job(log, "b"))
+
+
+def test_the_worker_leaves_it_to_the_computing_thread_once_that_is_back(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 1000.0)
+    updater = make(shares_cores=True)
+    updater.submit(Job(log, "a", is_ready=False))
+    updater.take_over()
+    wait_for_all(updater)
+    late = Job(log, "b", is_ready=False)
+    updater.submit(late)
+    time.sleep(0.1)
+    late.is_ready = True
+    updater.help()
+    assert log == [("a", False), ("b", True)]
+    updater.close()
