@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from zero_infinity.cli import bench_capacity, bench_checkpoint, bench_hardware, bench_io, bench_plan, bench_train
+from zero_infinity.cli import (
+    bench_capacity,
+    bench_checkpoint,
+    bench_hardware,
+    bench_io,
+    bench_peers,
+    bench_plan,
+    bench_train,
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,5 +22,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench_checkpoint.add_parser(resources)
     bench_hardware.add_parser(resources)
     bench_io.add_parser(resources)
+    bench_peers.add_parser(resources)
     bench_plan.add_parser(resources)
     bench_train.add_parser(resources)
