@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,12 @@ def _chosen(only: str | None) -> list[list[Peer]]:
 
 
 def make_contender(
-    peer: Peer, race: Race, space: Path, extensions: str, timeout: float, wrap: Callable[[list[str]], list[str]] = list
+    peer: Peer,
+    race: Race,
+    space: Path,
+    extensions: str,
+    timeout: float,
+    wrap: Callable[[Sequence[str]], list[str]] = list,
 ) -> Contender:
     """The process of one peer; `wrap` changes its command, say into one inside a control group."""
     states = STATE_BYTES * Shape(race.layers, race.hidden, race.heads, race.seq).num_parameters
