@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +56,12 @@ class Setting:
     memory: int | None = None
     nvme: str | None = None  # a directory; None: the states stay in RAM
     fraction: float | None = None  # of the states that `memory` is, where that was asked for
+    # Of ablations and growth (bench_variant, bench_ranks): further settings, parts of the engine that are left out,
+    # the speed of an emulated drive, and how many ranks share the batch.
+    options: Mapping[str, object] = field(default_factory=dict)
+    without: Sequence[str] = ()
+    bytes_per_second: float | None = None
+    ranks: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -269,14 +275,14 @@ class Contender:
     # ------------------------------------------------------------------ turns
 
     def _stop(self) -> None:
-        """Stop every thread, wait until they stand still, and note what was used until then."""
+        """Stop all of its threads and processes, wait until they stand still, and note what was used until then."""
         pid = self._running().pid
         self._stand_still(pid)
         self.usages.append(usage(pid))
 
     @staticmethod
     def _stand_still(pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
+        os.killpg(pid, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_SECONDS
         while os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             if time.monotonic() > deadline:
@@ -284,7 +290,7 @@ class Contender:
             time.sleep(0.0002)
 
     def _continue(self) -> None:
-        os.kill(self._running().pid, signal.SIGCONT)
+        os.killpg(self._running().pid, signal.SIGCONT)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

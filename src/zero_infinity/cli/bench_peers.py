@@ -25,7 +25,16 @@ from rich.console import Console
 from zero_infinity.cli import bench_peers_plot, interruption
 from zero_infinity.cli.bench_contender import Contender, Race, Setting
 from zero_infinity.cli.bench_peers_report import Building, Entry, PeersReport
-from zero_infinity.cli.bench_train import STATE_BYTES, SWAP_PREFIX, add_race, compete, progress, race_of, swap_directory
+from zero_infinity.cli.bench_train import (
+    STATE_BYTES,
+    SWAP_PREFIX,
+    add_race,
+    add_turns,
+    compete,
+    progress,
+    race_of,
+    swap_directory,
+)
 from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.workload.presets import Shape
@@ -95,6 +104,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_race(parser)
+    add_turns(parser)
     parser.add_argument("--only", metavar="LIST", help=f"of {','.join(PEERS)} (all)")
     parser.set_defaults(run=run)
 

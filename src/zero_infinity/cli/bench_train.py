@@ -55,28 +55,38 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_race(parser)
+    add_turns(parser)
     parser.add_argument("--budgets", default="fits,1/2,1/8", metavar="LIST", help="see below (fits,1/2,1/8)")
     parser.add_argument("--drain", action="store_true", help="a step's time includes all of its updates, so none of "
                         "them overlaps the next forward: an upper bound")  # fmt: skip
     parser.set_defaults(run=run)
 
 
-def add_race(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that lets contenders take steps in turn."""
-    for name, default, text in (
+def add_race(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
+    """The model that all contenders train; an option whose default is None is left out."""
+    for name, usual, text in (
         ("layers", 6, "blocks"),
         ("hidden", 1024, "width"),
         ("batch", 4, "sequences at once"),
         ("seq", 256, "bytes in each"),
-        ("steps", 12, "measured steps"),
-        ("warmup", 3, "steps before, not measured: in the first two the order is learnt"),
     ):
-        parser.add_argument(f"--{name}", type=_positive, default=default, metavar="N", help=f"{text} ({default})")
+        default = defaults.get(name, usual)
+        if default is not None:
+            parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
+
+
+def add_turns(parser: argparse.ArgumentParser, *, steps: int = 12, warmup: int = 3) -> None:
+    """The options of every command that lets contenders take steps in turn."""
+    for name, default, text in (
+        ("steps", steps, "measured steps"),
+        ("warmup", warmup, "steps before, not measured: in the first two the order is learnt"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
     parser.add_argument("--nvme", metavar="DIR", help="where states go (default: a directory made here and removed)")
     parser.add_argument("--patience", type=_count, default=0, metavar="SECONDS", help="wait this long before each turn "
                         "for others on the machine to be quiet (0)")  # fmt: skip
-    parser.add_argument("--timeout", type=_positive, default=600, metavar="SECONDS", help="for one answer (600)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every sample")
+    parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for one answer (600)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write what was found there, as files")
 
 
@@ -229,10 +239,10 @@ def _write(report: Report, directory: Path) -> None:
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return 0 if text == "0" else positive(text)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
