@@ -89,7 +89,9 @@ def points(axis: str, layers: int, hidden: int, seq: int) -> list[Point]:
         return [Point(axis, part, layers, hidden, 4, seq, int(part * states)) for part in parts]
     if axis == "batch":
         return [Point(axis, n, layers, hidden, n, seq, memory) for n in (1, 2, 4, 8, 16)]
-    return [Point(axis, n, layers, hidden, 12, seq, max(memory, 2 * states // 5) // n, n) for n in (1, 2, 3, 4)]
+    # A rank's part of the states gets smaller, the copies of whole layers that it computes with do not.
+    copies = 8 * 4 * 4 * hidden**2
+    return [Point(axis, n, layers, hidden, 12, seq, memory // n + copies, n) for n in (1, 2, 3, 4)]
 
 
 AXES = ("depth", "width", "budget", "batch", "ranks")
