@@ -10,7 +10,7 @@ PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-peers clean
+.PHONY: help train test test-all lint bench bench-peers numbers clean
 # A target whose recipe failed half-way must not look up to date.
 .DELETE_ON_ERROR:
 
@@ -42,6 +42,9 @@ bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (
 	echo "no g++ or no libaio.h (Debian: apt-get install g++ libaio-dev): DeepSpeed's rows will be errors"
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
 	$(PEERS)/bin/zero-infinity bench peers --nvme "$$directory" --out bench-out
+
+numbers: $(STAMP) ## keep what is in bench-out in docs/results, and write the tables of README.md and docs/numbers.md
+	$(BIN)/python dev/figures.py --take bench-out
 
 clean: ## remove .venv and everything that tools leave behind
 	rm -rf $(VENV) $(PEERS) build dist bench-out .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache

@@ -83,4 +83,4 @@ def test_a_difference_to_the_run_without_a_limit_fails_the_command(
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "capacity", str(tmp_path / "no")]) == 2
     assert main(["bench", "capacity", str(tmp_path), "--hidden", "100"]) == 2
-    assert "multiple of 128" in capsys.readouterr().err
+    assert "multiple of 64" in capsys.readouterr().err

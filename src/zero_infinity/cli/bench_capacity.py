@@ -33,8 +33,8 @@ from zero_infinity.units import format_bytes, format_count, format_seconds, pars
 from zero_infinity.workload.presets import Shape
 
 _NUM_STEPS = 3
-_SEQ = 64
-_HEAD_WIDTH = 128
+_SEQ = 32
+_HEAD_WIDTH = 64
 _LR = 1e-4
 _GRADIENT_BYTES = 4  # a parameter; its states are STATE_BYTES
 # The engine's part of the limit: the rest is for torch itself (0.3 GiB) and activations.
@@ -42,7 +42,7 @@ _ENGINE_SHARE = 0.45
 _EPILOG = """\
 examples:
   zero-infinity bench capacity /mnt/nvme --limit 2GiB
-  zero-infinity bench capacity /mnt/nvme --limit 2GiB --hidden 1024 --layers 40 --peers
+  zero-infinity bench capacity /mnt/nvme --limit 2GiB --peers --out bench-out
 """
 # What other systems are tried; those that keep everything in RAM cannot do better than plain PyTorch.
 _PEERS = ("fsdp2", "mapped", "ds-cpu", "ds-nvme", "ds-params")
@@ -89,9 +89,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("directory", metavar="DIR", type=Path, help="where the swap space goes")
     parser.add_argument("--limit", default="2GiB", metavar="SIZE", help="of the control group (2GiB)")
     parser.add_argument(
-        "--layers", type=int, default=28, metavar="N", help="the largest model that is tried (28: 1.4B)"
+        "--layers", type=int, default=112, metavar="N", help="the largest model that is tried (112: 1.4B)"
     )
-    parser.add_argument("--hidden", type=int, default=2048, metavar="N", help="its width (2048: 50M a layer)")
+    parser.add_argument("--hidden", type=int, default=1024, metavar="N", help="its width (1024: 13M a layer)")
     parser.add_argument("--peers", action="store_true", help="also FSDP2, mapped files and DeepSpeed: see bench peers")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one step (600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
