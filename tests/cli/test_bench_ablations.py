@@ -14,7 +14,8 @@ import zero_infinity as zi
 from zero_infinity.cli import bench_ablations
 from zero_infinity.cli.bench_variant import leave_out
 from zero_infinity.cli.main import main
-from zero_infinity.runtime import host, placement, residency
+from zero_infinity.runtime import host
+from zero_infinity.schedule.policy import Decision, Policy
 from zero_infinity.workload.model import ByteGPT
 from zero_infinity.workload.presets import Shape
 
@@ -24,9 +25,9 @@ TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=100".spl
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a variant changes is put back."""
-    monkeypatch.setattr(placement, "_LOOKAHEAD_SHARE", placement._LOOKAHEAD_SHARE)
-    monkeypatch.setattr(residency, "Policy", residency.Policy)  # type: ignore[attr-defined]
-    monkeypatch.setattr(host, "FileDevice", host.FileDevice)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Policy, "_look_ahead", Policy._look_ahead)
+    monkeypatch.setattr(Policy, "access", Policy.access)
+    monkeypatch.setattr(host, "FileDevice", host.FileDevice)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -59,9 +60,19 @@ def test_without_a_cache_everything_is_read_every_time_and_the_losses_are_equal(
 
 def test_without_prefetch_nothing_is_fetched_ahead(tmp_path: Path) -> None:
     losses, _ = train(tmp_path)
+    decisions: list[Decision] = []
+    plain_access = Policy.access
+
+    def watched(policy: Policy, block: int) -> Decision:
+        decision = plain_access(policy, block)
+        assert decision.fetch in ((), (block,))
+        decisions.append(decision)
+        return decision
+
     leave_out(["prefetch"])
+    Policy.access = watched  # type: ignore[method-assign]
     assert train(tmp_path)[0] == losses
-    assert placement._LOOKAHEAD_SHARE == 0
+    assert any(decision.fetch for decision in decisions)
 
 
 def test_a_slow_drive_is_slow(tmp_path: Path) -> None:

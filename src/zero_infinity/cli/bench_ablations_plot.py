@@ -61,7 +61,8 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(names)), [f"{name}\n(against {against[name]})" for name in names], fontsize=8)
     panels[0].invert_yaxis()
-    panels[-1].legend(fontsize=8, frameon=False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(batches), fontsize=9, frameon=False)
     files = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
     for file in files:
         figure.savefig(file, dpi=130)

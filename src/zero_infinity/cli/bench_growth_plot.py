@@ -37,6 +37,7 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
 
     figure = Figure(figsize=(2.6 * len(axes_found) + 0.6, 8), layout="constrained")
     panels = figure.subplots(len(_ROWS), len(axes_found), squeeze=False)
+    legend: dict[str, Any] = {}
     for column, line in enumerate(axes_found):
         name = line[0]["axis"]
         places = [point["value"] for point in line]
@@ -48,7 +49,7 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
             style = {"color": "0.55", "linestyle": ":" if bound else "--", "linewidth": 1.5}
             panel.plot(places, law, label="bound" if bound else "law", **style)
             panel.plot(places, measured, color="#1f77b4", marker="o", markersize=4, label="measured")
-            if name != "ranks":
+            if name == "budget":
                 panel.set_xscale("log", base=2)
             panel.set_xticks(places, [f"{place:g}" for place in places], fontsize=7)
             panel.minorticks_off()
@@ -59,8 +60,9 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
                 panel.set_ylabel(label, fontsize=9)
             if row == 0:
                 panel.set_title(_TITLES[name], fontsize=9)
-            if column == 0 or (row, column) == (0, 0):
-                panel.legend(fontsize=7, frameon=False)
+            for line_drawn in panel.get_lines():
+                legend.setdefault(str(line_drawn.get_label()), line_drawn)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     files = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
     for file in files:
         figure.savefig(file, dpi=130)

@@ -37,12 +37,13 @@ def _join(rank: int, num_ranks: int, port: int) -> None:
 
 
 def _follow() -> None:
+    # Before it joins: rank 0, which builds its model then, has imported all of this, too.
+    from zero_infinity.cli.bench_worker import Trainer
+
     order = json.loads(sys.argv[1])
     end_with(order["parent"])
     race, setting = Race(**order["race"]), Setting(**order["setting"])
     _join(order["rank"], setting.ranks, order["port"])
-    from zero_infinity.cli.bench_worker import Trainer
-
     trainer = Trainer(race, setting, order["rank"])
     for _ in range(race.num_steps):
         trainer.step(drain=False)
