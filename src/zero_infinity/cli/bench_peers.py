@@ -87,8 +87,6 @@ HEATS = (
         Peer("fsdp2", "FSDP2, CPU offload", "fsdp2", distributed=True),
         Peer("mapped", "by hand: mapped files", "mapped", on_drive=True),
         Peer("ds-cpu", "DeepSpeed, all in RAM", "deepspeed_cpu", distributed=True),
-    ),
-    (
         Peer("ds-nvme", "DeepSpeed, optimizer on NVMe", "deepspeed_nvme", on_drive=True, distributed=True),
         Peer("ds-params", "DeepSpeed, all on NVMe", "deepspeed_nvme_params", on_drive=True, distributed=True),
     ),

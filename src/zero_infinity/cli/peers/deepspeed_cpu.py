@@ -14,6 +14,10 @@ config = {
     "gradient_clipping": 0.0,
     "zero_optimization": {
         "stage": 3,
+        "sub_group_size": 20_000_000,
+        "reduce_bucket_size": 4_200_000,
+        "stage3_prefetch_bucket_size": 4_200_000,
+        "stage3_max_live_parameters": 12_000_000,
         "offload_param": {"device": "cpu"},
         "offload_optimizer": {"device": "cpu"},
     },

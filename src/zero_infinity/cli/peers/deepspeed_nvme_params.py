@@ -15,9 +15,12 @@ config = {
     "aio": {"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4},
     "zero_optimization": {
         "stage": 3,
-        "offload_param": {"device": "nvme", "nvme_path": turns.directory, "buffer_count": 64, "buffer_size": 5_000_000},
+        "sub_group_size": 4_200_000,
+        "reduce_bucket_size": 4_200_000,
+        "stage3_prefetch_bucket_size": 4_200_000,
+        "stage3_max_live_parameters": 12_000_000,
+        "offload_param": {"device": "nvme", "nvme_path": turns.directory, "buffer_count": 16, "buffer_size": 4_200_000},
         "offload_optimizer": {"device": "nvme", "nvme_path": turns.directory},
-        "sub_group_size": 20_000_000,
     },
 }
 torch.manual_seed(turns.seed)
