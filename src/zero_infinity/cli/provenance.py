@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from zero_infinity.machine import host_memory
@@ -41,7 +43,7 @@ def provenance(directory: str | os.PathLike[str]) -> Provenance:
 
 def _machine(nvme: str) -> dict[str, object]:
     memory = host_memory()
-    return {
+    found: dict[str, object] = {
         "cpu": f"{os.cpu_count()} cores {_cpu_name()}",
         "memory": f"{format_bytes(memory.total)} RAM",
         "drive": f"{_file_system(nvme)} drive",
@@ -49,6 +51,10 @@ def _machine(nvme: str) -> dict[str, object]:
         "python": f"Python {platform.python_version()}",
         "load": f"load {os.getloadavg()[0]:.1f} before",
     }
+    for package in ("torch", "deepspeed"):  # without importing them
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = f"{package} {version(package)}"
+    return found
 
 
 def _cpu_name() -> str:
