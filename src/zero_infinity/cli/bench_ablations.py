@@ -119,7 +119,7 @@ def _setting(variant: Variant, race: Race, nvme: str, bytes_per_second: float | 
         options["tile_above"] = 8 * race.hidden**2 + 4096
     memory = int(states * _FRACTION) // variant.ranks
     if variant.ranks > 1:
-        memory *= 2  # gathered copies and buckets come out of it, too
+        memory += 8 * 4 * 4 * race.hidden**2  # copies of whole layers, which do not get smaller with ranks
     return Setting(variant.name, memory, nvme, _FRACTION, options, variant.without, bytes_per_second, variant.ranks)
 
 

@@ -134,12 +134,16 @@ def compete(
             contender.launch()
             contender.greet()
             contender.start()
+            if contender.error is not None:
+                say(f"{contender.setting.name} failed: {contender.error}")
         for number in range(num_rounds):
             first = number % len(contenders)
             for contender in (*contenders[first:], *contenders[:first]):
                 if contender.alive:
                     _wait_for_quiet(patience)
                     contender.step(drain=drain)
+                    if contender.error is not None:
+                        say(f"{contender.setting.name} failed: {contender.error}")
             say(f"round {number + 1}/{num_rounds}: " + "  ".join(map(_last_step, contenders)))
         for contender in contenders:
             contender.finish()
@@ -224,7 +228,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 def _last_step(contender: Contender) -> str:
     if contender.error is not None:
-        return f"{contender.setting.name}: failed ({contender.error})"
+        return f"{contender.setting.name}: failed"
     return f"{contender.setting.name}: {format_seconds(contender.samples[-1].seconds)}"
 
 
