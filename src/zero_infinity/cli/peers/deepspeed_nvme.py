@@ -15,12 +15,18 @@ config = {
     "aio": {"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4},
     "zero_optimization": {
         "stage": 3,
-        "sub_group_size": 20_000_000,
+        "sub_group_size": 4_200_000,
         "reduce_bucket_size": 4_200_000,
         "stage3_prefetch_bucket_size": 4_200_000,
         "stage3_max_live_parameters": 12_000_000,
         "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "nvme", "nvme_path": turns.directory},
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": turns.directory,
+            "pipeline_read": True,
+            "pipeline_write": True,
+            "buffer_count": 16,
+        },
     },
 }
 torch.manual_seed(turns.seed)
