@@ -50,7 +50,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"update": "after_backward", "max_grad_norm": 0.1}, {"param_dtype": "bfloat16"}],
+    [{}, {"update": "after_backward", "max_grad_norm": 0.1}, {"param_dtype": "bfloat16", "compute_dtype": "float32"}],
     ids=["auto", "clipped", "bfloat16"],
 )
 @pytest.mark.parametrize("setting", [HALF, MINIMAL], ids=str)

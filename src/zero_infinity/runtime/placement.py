@@ -16,6 +16,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.store.block import Home
 from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
+from zero_infinity.store.memory import HUGE_PAGE_BYTES
 from zero_infinity.units import format_bytes, suggest_bytes
 
 # A unit of at most this many bytes is small...
@@ -23,7 +24,8 @@ _SMALL_BYTES = 256 * 1024
 # ...and stays resident while all small ones take at most this part of the budget.
 _SMALL_SHARE = 1 / 16
 # Records are cut so that one is at most this part of the cache, and within these bounds: requests of a few MiB reach
-# the drive's bandwidth, larger ones only take memory.
+# the drive's bandwidth, larger ones only take memory. Large ones are whole huge pages, which are moved, not copied, when
+# free memory lies in pieces.
 _CHUNK_SHARE = 1 / 24
 _MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNK_BYTES = 16 * 1024 * 1024
@@ -125,7 +127,10 @@ def home_while_building(num_bytes: int, resident_bytes: int, budget: int, *, nvm
 
 
 def _chunk_bytes(cache: int) -> int:
-    return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, round_up(int(max(cache, 0) * _CHUNK_SHARE))))
+    wanted = int(max(cache, 0) * _CHUNK_SHARE)
+    if wanted > HUGE_PAGE_BYTES:
+        wanted = round(wanted / HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, round_up(wanted)))
 
 
 def _minimum(moving: Sequence[UnitSize], together: Sequence[tuple[str, int]], chunk: int) -> int:

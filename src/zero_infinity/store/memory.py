@@ -8,13 +8,16 @@ The kernel's facts:
   ("madvise") also MADV_HUGEPAGE. With it a fault costs 1/512 and direct I/O pins 512 times fewer pages.
 - munmap of a part of a huge page leaves the other part as small pages, and the kernel takes the freed part back
   only under pressure. So ranges are cut on huge-page boundaries where that is possible.
+- mremap moves pages to another address without touching their bytes: a huge page is one entry of a page table, where a
+  fresh one is a fault and 2 MiB of zeros. It takes one mapping at a time (several since Linux 6.17), and pages that came
+  from different places stay different mappings.
 - A private mapping is copied on write after a fork, so a child's munmap touches nothing of its parent's.
 - A process may have 65,530 mappings (vm.max_map_count). Neighbours count as one, so it is live buffers with holes
   on both sides that add up.
 
 This means: map large, aligned regions, keep what was freed for the next taker, and, when free memory lies in
-pieces that are too small, give pieces back and map the wanted size afresh. Fragmentation then costs page faults,
-never memory.
+pieces that are too small, move free huge pages side by side. Where these do not suffice, give pieces back and map the
+wanted size afresh. Fragmentation then costs system calls and page faults, never memory.
 
 `Arena` owns the mapped ranges that nobody uses, and the registration of regions with an accelerator. It knows
 neither budgets (each call brings its limit), nor who uses the memory, nor locks: the pool above does.
@@ -37,6 +40,11 @@ from zero_infinity.store.engine import ALIGNMENT
 PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)
 HUGE_PAGE_BYTES = 2 << 20
 
+# Free huge pages are moved while no more than this is mapped: each may end as a mapping of its own, a quarter of what a
+# process may have by default. A pool beyond that has room for pieces.
+_MAX_MOVABLE_BYTES = (65_530 // 4) * HUGE_PAGE_BYTES
+
+_MREMAP_MAYMOVE_FIXED = 1 | 2
 _PROT_NONE = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -44,6 +52,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.mmap.restype = ctypes.c_ssize_t  # an address, or -1
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_libc.mremap.restype = ctypes.c_ssize_t
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -61,6 +71,18 @@ def map_pages(num_bytes: int) -> int:
     """Map `num_bytes` (whole pages) of fresh zeros; return the address, huge-page aligned from 2 MiB on."""
     if num_bytes < HUGE_PAGE_BYTES:
         return _mmap(num_bytes, _READ_WRITE)
+    start = _aligned_place(num_bytes)
+    if _libc.mprotect(start, num_bytes, _READ_WRITE) != 0:
+        error = _refusal("map", num_bytes)
+        unmap_pages(start, num_bytes)
+        raise error
+    # Advice: a kernel without huge pages refuses it, and then there are none.
+    _libc.madvise(start, num_bytes, mmap.MADV_HUGEPAGE)
+    return start
+
+
+def _aligned_place(num_bytes: int) -> int:
+    """Addresses for `num_bytes` from a multiple of 2 MiB on, without access yet."""
     # mmap promises page alignment only, so look for a place with some slack, and give the slack back. Addresses
     # without access are not charged: at no moment more than `num_bytes` could become memory. The kernel maps
     # downwards: the highest aligned place is the one next to the mapping before, with which it then coalesces.
@@ -70,13 +92,13 @@ def map_pages(num_bytes: int) -> int:
     unmap_pages(base, start - base)
     if slack_above:
         unmap_pages(start + num_bytes, slack_above)
-    if _libc.mprotect(start, num_bytes, _READ_WRITE) != 0:
-        error = _refusal("map", num_bytes)
-        unmap_pages(start, num_bytes)
-        raise error
-    # Advice: a kernel without huge pages refuses it, and then there are none.
-    _libc.madvise(start, num_bytes, mmap.MADV_HUGEPAGE)
     return start
+
+
+def _move_huge_page(source: int, destination: int) -> bool:
+    """Whether the kernel did: it may be out of mappings."""
+    size = HUGE_PAGE_BYTES
+    return int(_libc.mremap(source, size, size, _MREMAP_MAYMOVE_FIXED, destination)) == destination
 
 
 def unmap_pages(address: int, num_bytes: int) -> None:
@@ -155,6 +177,8 @@ class Arena:
         The caller has made sure that what is taken already and `num_bytes` are within the limit.
         """
         best = bisect.bisect_left(self._by_size, (num_bytes, 0))
+        if best == len(self._by_size) and self._gather(round_up(num_bytes, HUGE_PAGE_BYTES)):
+            best = bisect.bisect_left(self._by_size, (num_bytes, 0))
         if best < len(self._by_size):
             size, start = self._by_size[best]
         else:
@@ -194,6 +218,47 @@ class Arena:
             self._remove(start)
             if keep:
                 self._insert(start, keep)
+
+    def _gather(self, num_bytes: int) -> bool:
+        """Move free huge pages, those of the smallest ranges first, until `num_bytes` lie side by side; False when
+        there are too few. What is registered with an accelerator stays where it is."""
+        if self._pinning is not None or self.mapped_bytes > _MAX_MOVABLE_BYTES:
+            return False
+        runs = self._runs_of_huge_pages(num_bytes)
+        if sum(len(run) for _, run in runs) * HUGE_PAGE_BYTES < num_bytes:
+            return False
+        start = end = _aligned_place(num_bytes)
+        for free, run in runs:
+            moved = 0
+            while moved < len(run) and _move_huge_page(run[moved], end):
+                moved += 1
+                end += HUGE_PAGE_BYTES
+            self._cut_out(free, run.start, moved * HUGE_PAGE_BYTES)
+            if moved < len(run):
+                unmap_pages(end, start + num_bytes - end)
+                break
+        if end > start:
+            self.give(start, end - start)
+        return end == start + num_bytes
+
+    def _runs_of_huge_pages(self, num_bytes: int) -> list[tuple[int, range]]:
+        """Free ranges, by their start, with the addresses of whole huge pages in them: `num_bytes` in all, or fewer."""
+        runs: list[tuple[int, range]] = []
+        missing = num_bytes
+        for size, start in self._by_size:
+            pages = range(round_up(start, HUGE_PAGE_BYTES), start + size - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
+            if pages and missing:
+                runs.append((start, pages[: missing // HUGE_PAGE_BYTES]))
+                missing -= len(runs[-1][1]) * HUGE_PAGE_BYTES
+        return runs
+
+    def _cut_out(self, start: int, address: int, num_bytes: int) -> None:
+        """`num_bytes` of the free range from `start` on are gone."""
+        end = start + self._free[start]
+        self._remove(start)
+        for begin, stop in ((start, address), (address + num_bytes, end)):
+            if begin < stop:
+                self._insert(begin, stop - begin)
 
     def clear(self) -> None:
         """Unregister everything and unmap what is free. What is taken is from now on its taker's to unmap."""

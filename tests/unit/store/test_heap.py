@@ -56,6 +56,19 @@ def test_holes_are_given_back_and_come_to_no_more_than_an_eighth_of_the_budget(m
     assert largest <= 108 * MIB
 
 
+def test_holes_among_many_activations_are_left_alone_up_to_half_of_these(memory: Heap) -> None:
+    watched = watch()
+    memory.size = memory.used = 900 * MIB  # 800 of them since the watch began
+    watched.look()
+    num_trims = memory.num_trims
+    memory.size = 1300 * MIB
+    watched.look()
+    assert memory.num_trims == num_trims
+    memory.size += MIB
+    watched.look()
+    assert memory.num_trims == num_trims + 1
+
+
 def test_a_model_that_needs_more_is_not_trimmed_for_ever(memory: Heap) -> None:
     watched = watch()
     memory.size = memory.used = 200 * MIB

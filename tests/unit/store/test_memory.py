@@ -138,6 +138,54 @@ def test_fragments_are_exchanged_for_one_range_within_the_limit() -> None:
     assert all(mapped_of(address, PAGE_BYTES) == PAGE_BYTES for address in addresses[1::2])
 
 
+def scattered_huge_pages(arena: Arena) -> tuple[list[int], list[int]]:
+    """Eight huge pages in use and eight free ones in turn, each filled with its number."""
+    base = arena.take(32 * MIB, limit=32 * MIB)
+    pages = list(range(base, base + 32 * MIB, HUGE_PAGE_BYTES))
+    for number, page in enumerate(pages):
+        ctypes.memset(page, number, HUGE_PAGE_BYTES)
+    for page in pages[1::2]:
+        arena.give(page, HUGE_PAGE_BYTES)
+    return pages[::2], pages[1::2]
+
+
+def test_free_huge_pages_are_moved_side_by_side_with_their_bytes() -> None:
+    arena = Arena()
+    used, free = scattered_huge_pages(arena)
+    remaps, mapped = arena.num_remaps, arena.mapped_bytes
+    whole = arena.take(12 * MIB + PAGE_BYTES, limit=32 * MIB)
+    assert (arena.num_remaps, arena.mapped_bytes) == (remaps, mapped)
+    assert sorted(view_memory(whole, 14 * MIB)[::HUGE_PAGE_BYTES]) == [1, 3, 5, 7, 9, 11, 13]  # moved, not fresh
+    assert [view_memory(page, HUGE_PAGE_BYTES)[-1] for page in used] == list(range(0, 16, 2))
+    assert sum(mapped_of(page, HUGE_PAGE_BYTES) for page in free) == HUGE_PAGE_BYTES
+    arena.give(whole, 12 * MIB + PAGE_BYTES)
+    for page in used:
+        arena.give(page, HUGE_PAGE_BYTES)
+    arena.clear()
+    assert not any(mapped_of(page, HUGE_PAGE_BYTES) for page in (*used, *free, whole))
+
+
+@pytest.mark.parametrize("num_moved", [0, 3])
+def test_a_kernel_that_moves_no_more_pages_costs_page_faults_only(
+    num_moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena()
+    used, free = scattered_huge_pages(arena)
+    real, moved = memory._move_huge_page, []
+
+    def move(source: int, destination: int) -> bool:
+        moved.append(source)
+        return len(moved) <= num_moved and real(source, destination)
+
+    monkeypatch.setattr(memory, "_move_huge_page", move)
+    whole = arena.take(16 * MIB, limit=32 * MIB)
+    assert len(moved) == num_moved + 1
+    assert arena.mapped_bytes == 32 * MIB
+    assert mapped_of(whole, 16 * MIB) == 16 * MIB
+    assert [view_memory(page, HUGE_PAGE_BYTES)[-1] for page in used] == list(range(0, 16, 2))
+    assert not any(mapped_of(page, HUGE_PAGE_BYTES) for page in free if not whole <= page < whole + 16 * MIB)
+
+
 def test_shrink_cuts_on_huge_page_borders() -> None:
     arena = Arena()
     arena.give(arena.take(16 * MIB, limit=NO_LIMIT), 16 * MIB)
