@@ -15,14 +15,17 @@ from typing import Self
 
 import torch
 
+from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.interrupts import through
 from zero_infinity.store.engine import ALIGNMENT
 
 Job = Callable[[memoryview], None]
 
-# Enough for a drive's bandwidth with pieces of this size, of which one is being read or written and one checked.
-_NUM_THREADS = 4
-_MAX_ROOM = (4 << 20) + 2 * ALIGNMENT
+# Enough for a drive's bandwidth with pieces of this size, of which some are being read or written and one checked.
+_NUM_THREADS = 8
+_MAX_ROOM = PIECE_BYTES + 2 * ALIGNMENT
+# With less memory than that: fewer threads, and smaller rooms.
+_FEW_THREADS = 4
 _MIN_ROOM = 4 * ALIGNMENT
 
 
@@ -30,10 +33,14 @@ class Crew:
     """A few threads, and `num_bytes` of memory between them (at least 16 KiB)."""
 
     def __init__(self, num_bytes: int) -> None:
-        num_threads = max(1, min(_NUM_THREADS, num_bytes // _MIN_ROOM))
+        num_threads = min(_NUM_THREADS, num_bytes // _MAX_ROOM)
+        if num_threads < _FEW_THREADS:
+            num_threads = max(1, min(_FEW_THREADS, num_bytes // _MIN_ROOM))
         room = max(_MIN_ROOM, min(_MAX_ROOM, num_bytes // num_threads // ALIGNMENT * ALIGNMENT))
         # Private: shared anonymous memory counts as page cache, and gets no huge pages.
-        self._rooms = [mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(num_threads)]
+        memory = mmap.mmap(-1, num_threads * room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._rooms = [memoryview(memory)[at : at + room] for at in range(0, len(memory), room)]
         self.room_bytes = room - 2 * ALIGNMENT  # for a piece: what it is read from may not begin at a page
         self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", torch.set_num_threads, (1,))
         self._lock = threading.Lock()
@@ -52,7 +59,7 @@ class Crew:
     def run(self, jobs: Iterable[Job]) -> None:
         """Do all jobs, in any order; the first error is raised when no thread is in a job any more."""
         waiting = iter(jobs)
-        futures = [self._executor.submit(self._work, waiting, memoryview(room)) for room in self._rooms]
+        futures = [self._executor.submit(self._work, waiting, room) for room in self._rooms]
         for future in futures:
             with through():
                 future.exception()

@@ -39,7 +39,7 @@ from zero_infinity.errors import ConfigError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 
 _ROOM_BYTES = 20 << 20
-_PAGES_BYTES = (4 << 20) + (8 << 10)
+_PAGES_BYTES = (2 << 20) + (8 << 10)
 
 
 def export_checkpoint(

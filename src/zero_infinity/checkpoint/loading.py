@@ -5,7 +5,7 @@ First everything that can be wrong is looked at; then blocks are filled. Each ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from zero_infinity.checkpoint.contents import contents_of, state_key
 from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew
 from zero_infinity.checkpoint.directory import find
-from zero_infinity.checkpoint.filling import Filling
+from zero_infinity.checkpoint.filling import Filling, Task
 from zero_infinity.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.matching import Match, match
 from zero_infinity.checkpoint.opened import OpenCheckpoint
@@ -94,20 +94,24 @@ class Loading:
         contents, engine = self._contents, self._engine
         with Crew(engine.placement.set_aside) as crew:
             filling = Filling(contents, crew, replaces_records=self._optimizer is not None)
-            for unit in contents.units:
-                filling.fill_unit(unit, found.sources)
-                record = engine.records.get(unit)
-                if record is not None:
-                    slots: dict[ManagedParameter, tuple[str, ...]] = {}
-                    for known, names in record.state_names.items():
-                        is_started = contents.first_name(known) in found.states
-                        slots[known] = ((MASTER,) if record.has_master else ()) + (names if is_started else ())
-                    filling.fill_record(record, slots, found.sources)
+            filling.run(self._tasks(filling, found))
             with torch.no_grad():
                 for name, value in contents.plain.items():
                     source = found.sources.get((MODEL, name))
                     if source is not None:
                         crew.run([partial(_copy_whole, source, value)])
+
+    def _tasks(self, filling: Filling, found: Match) -> Iterator[Task]:
+        contents = self._contents
+        for unit in contents.units:
+            yield from filling.of_unit(unit, found.sources)
+            record = self._engine.records.get(unit)
+            if record is not None:
+                slots: dict[ManagedParameter, tuple[str, ...]] = {}
+                for known, names in record.state_names.items():
+                    is_started = contents.first_name(known) in found.states
+                    slots[known] = ((MASTER,) if record.has_master else ()) + (names if is_started else ())
+                yield from filling.of_record(record, slots, found.sources)
 
     def _take_settings(self, entry: OptimizerEntry) -> None:
         for group, saved in zip(self._engine.user_optimizer.param_groups, entry.groups, strict=True):

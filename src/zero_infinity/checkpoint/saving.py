@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -43,11 +42,12 @@ from zero_infinity.checkpoint.manifest import (
     OptimizerEntry,
     StateEntry,
 )
-from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
+from zero_infinity.checkpoint.piece_io import OpenFile, congruent, create, write_whole
 from zero_infinity.checkpoint.plan import FilePlan, Kind, Place, Written, entries_of, plan_files
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import NAMES
 from zero_infinity.checkpoint.values import as_real, bytes_of, dtype_name
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 from zero_infinity.runtime.record import MASTER
@@ -211,9 +211,9 @@ class Saving:
 
     def _job(self, key: Key, file: OpenFile, begin: int, start: int, read: Callable[[memoryview], memoryview]) -> Job:
         def job(room: memoryview) -> None:
-            data = read(room)
+            data = congruent(read(room), begin + start, room)
             file.write(begin + start, data)
-            self._written.append(Written(key, start, len(data), zlib.crc32(data)))
+            self._written.append(Written(key, start, len(data), crc32(data)))
 
         return job
 
@@ -226,7 +226,7 @@ class Saving:
         own_files = {}
         for rank in ranks:
             data = read_bytes(folder / rank_state.file_of(rank), _MAX_PARTS_BYTES)
-            own_files[rank_state.file_of(rank)] = FileEntry(len(data), zlib.crc32(data))
+            own_files[rank_state.file_of(rank)] = FileEntry(len(data), crc32(data))
         scale = self._engine.loss_scale
         manifest = Manifest(
             step=self._engine.num_steps,
@@ -283,8 +283,8 @@ def _parts_file(rank: int) -> str:
 def _take_parts(folder: Path, rank: int) -> Iterator[Written]:
     """What another rank says that it has written; it need not say so again."""
     path = folder / _parts_file(rank)
-    for section, name, start, num_bytes, crc32 in parse(read_bytes(path, _MAX_PARTS_BYTES), path)["parts"]:
-        yield Written((section, name), start, num_bytes, crc32)
+    for section, name, start, num_bytes, checksum in parse(read_bytes(path, _MAX_PARTS_BYTES), path)["parts"]:
+        yield Written((section, name), start, num_bytes, checksum)
     path.unlink()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.tensor_file import DTYPES, num_bytes_of
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError
 from zero_infinity.store.engine import ALIGNMENT
 
@@ -60,7 +60,7 @@ class StoredTensor:
         while position < end:
             memory = self.file.read(self.start + position, min(most, end - position), room)
             if self.crc32 is not None:
-                crc = zlib.crc32(memory, crc)
+                crc = crc32(memory, crc)
             use(torch.frombuffer(memory, dtype=self.dtype), position // width)
             position += len(memory)
         if self.crc32 is not None and crc != self.crc32[number]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError, again
 from zero_infinity.interrupts import through
 from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
@@ -41,6 +41,7 @@ from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import ALIGNMENT, Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
 from zero_infinity.store.heap import HeapWatch
+from zero_infinity.store.memory import move_bytes
 from zero_infinity.trace import HOST, Trace
 from zero_infinity.units import format_bytes
 
@@ -270,7 +271,7 @@ class BlockStore:
                 self._end(block, turn, dirty=False)
 
     def peek(self, block: Block, start: int, stop: int, room: memoryview) -> memoryview:
-        """Copy bytes `start` to `stop` of the content into `room`, from memory or else from home; returns where.
+        """Bytes `start` to `stop` of the content, which are copied into `room` unless they are at home in memory.
 
         Nothing is fetched for it or leaves: what is in memory stays as it is. Only while nobody changes the block.
         `room` starts at a page and takes two pages more than the bytes: a home is read in whole pages. For any thread.
@@ -279,7 +280,10 @@ class BlockStore:
             self._check()
             self._check_content(block)
             if block.residence is Residence.PRESENT:
-                room[: stop - start] = self._present_buffer(block).view[start:stop]
+                here = self._present_buffer(block).view[start:stop]
+                if block.home is Home.RAM:
+                    return here
+                move_bytes(room[: stop - start], here)
                 return room[: stop - start]
             if self.engine is None or block.offset is None:
                 raise UsageError(f"block {block.name!r} is neither in memory nor at home")
@@ -456,7 +460,7 @@ class BlockStore:
         block.dirty = False
         memory = buffer.view[: block.stored_bytes]
         if self._verify:
-            block.checksum = zlib.crc32(memory[: block.num_bytes])
+            block.checksum = crc32(memory[: block.num_bytes])
         self._writes += 1
         self._bytes_written += block.stored_bytes
         self._submit(block, Direction.WRITE, memory, priority, self._written)
@@ -523,7 +527,7 @@ class BlockStore:
     def _arrived(self, block: Block, error: BaseException | None) -> None:
         buffer = block.visits[0].buffer
         if error is None and self._verify and buffer is not None and block.checksum is not None:
-            found = zlib.crc32(buffer.view[: block.num_bytes])
+            found = crc32(buffer.view[: block.num_bytes])
             if found != block.checksum:
                 error = self._corruption(block, found)
         with self._changed:
