@@ -46,6 +46,7 @@ class Loading:
     def read(self, path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Load; returns what was saved as `extra`."""
         council, engine = self._council, self._engine
+        engine.host.finish()
         with ExitStack() as stack:
             folder = self._find(path)
             with council.agreed("checks"):

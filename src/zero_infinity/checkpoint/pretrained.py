@@ -93,6 +93,7 @@ class Pretrained:
         self._council = Council("zi.load_pretrained", host.ranks, wire)
 
     def read(self, path: Path) -> None:
+        self._host.finish()
         with ExitStack() as stack:
             with self._council.agreed("checks"):
                 weights = open_weights(path, stack)

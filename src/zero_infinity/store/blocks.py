@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -83,6 +83,10 @@ class BlockStore:
         self._num_events = 0
         # Threads that use a block, and those that wait: one that is in both waits for room with a block in its hands.
         self._busy: Counter[int] = Counter()
+        # Blocks that nobody gets to use, in the order in which they are to be let go, and those somebody waits for.
+        self._guarded: dict[Block, None] = {}
+        self._not_begun: dict[Block, None] = {}
+        self._wanted: dict[Block, None] = {}
         self._waiting: Counter[int] = Counter()
         self._last_key = -1
         self._reads = self._writes = self._bytes_read = self._bytes_written = 0
@@ -182,6 +186,8 @@ class BlockStore:
     def ready(self, block: Block) -> bool:
         """Whether `wait` would return at once."""
         with self._changed:
+            if self._is_guarded(block):
+                return False
             if len(block.visits) != 1 or any(turn.use is Use.CHANGE for turn in block.turns):
                 return False
             return block.residence is Residence.PRESENT and not block.visits[0].evicting
@@ -312,6 +318,34 @@ class BlockStore:
             with self._changed:
                 self._end(block, turn, dirty=written)
 
+    # ------------------------------------------------------------------ a moment that is kept
+
+    def guard(self, blocks: Iterable[Block]) -> None:
+        """From now on nobody but `peek` gets to see or to change these blocks (and no others) before `unguard`.
+
+        They move between memory and home as ever. Whoever guards them has to come to an end without anybody else.
+        """
+        with self._changed:
+            self._guarded = dict.fromkeys(blocks)
+            self._not_begun = dict(self._guarded)
+            self._wanted.clear()
+            self._notify()
+
+    def next_guarded(self) -> Block | None:
+        """One that was not asked for before: what somebody waits for, else in the order in which they were given."""
+        with self._changed:
+            block = next(iter(self._wanted or self._not_begun), None)
+            if block is not None:
+                self._wanted.pop(block, None)
+                del self._not_begun[block]
+            return block
+
+    def unguard(self, block: Block) -> None:
+        """Let it go."""
+        with self._changed:
+            self._guarded.pop(block, None)
+            self._notify()
+
     # ------------------------------------------------------------------ the end
 
     def counters(self) -> StoreCounters:
@@ -389,7 +423,14 @@ class BlockStore:
         """The turn of the worker that comes next."""
         return next((turn for turn in block.turns if turn.use is use and not turn.claimed), None)
 
+    def _is_guarded(self, block: Block) -> bool:
+        if block in self._not_begun:
+            self._wanted[block] = None
+        return block in self._guarded
+
     def _may_use(self, block: Block, turn: Turn | None) -> bool:
+        if self._is_guarded(block):
+            return False
         if turn is None or block.residence is not Residence.PRESENT or block.visits[0] is not turn.visit:
             return False
         if turn.use is Use.CHANGE:
@@ -405,6 +446,8 @@ class BlockStore:
         turn = self._next_turn(block, Use.CHANGE)
         if turn is not None:
             return self._may_use(block, turn)
+        if self._is_guarded(block):
+            return False
         # The thread that decides about evictions needs no hold, but comes after all who have one.
         return block.residence is Residence.PRESENT and block.ticket is None and not block.turns
 
@@ -614,7 +657,12 @@ class BlockStore:
     def _is_stuck(self, block: Block) -> bool:
         """Whether `block` waits for room and nothing that could give it some is under way."""
         queued = any(visit.residence is Residence.QUEUED for visit in block.visits)
-        return queued and not self._in_flight and all(thread in self._waiting for thread in self._busy)
+        return (
+            queued
+            and not self._in_flight
+            and not self._guarded
+            and all(thread in self._waiting for thread in self._busy)
+        )
 
     def _exhausted(self, block: Block) -> CapacityError:
         holders = sorted(self.pool.holders(), key=lambda h: -h[1])[:8]
