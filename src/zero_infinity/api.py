@@ -161,14 +161,17 @@ def load(
     *,
     extra: Mapping[str, Any] | None = None,
     strict: bool = True,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint `path`, or the latest one in it, into a prepared model; returns what was saved as `extra`.
 
     Ranks, stage, memory, drives and dtypes may be others than when it was saved. Objects in `extra` that have a
-    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded.
+    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded. `progress` as in
+    `zi.save`.
     """
     engine = _engine_of_both(model, optimizer)
-    return Loading(model, engine, with_optimizer=optimizer is not None, strict=strict).read(Path(path), extra or {})
+    loading = Loading(model, engine, with_optimizer=optimizer is not None, strict=strict)
+    return loading.read(Path(path), extra or {}, progress)
 
 
 def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from zero_infinity.checkpoint.contents import BlockContent, Contents, Key, Part, order_of
 from zero_infinity.checkpoint.crew import Crew, Job
+from zero_infinity.checkpoint.meter import Meter
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.runtime.record import Record
 from zero_infinity.runtime.unit import ManagedParameter, Unit
@@ -37,6 +38,10 @@ class Task:
     sources: Mapping[Key, Source]
     replaces: bool
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * self.content.dtype.itemsize
+
 
 @dataclass(eq=False, slots=True)
 class _Open:
@@ -44,6 +49,7 @@ class _Open:
 
     content: BlockContent
     num_copies: int
+    filled_bytes: int
     num_bytes: int = field(init=False)  # that it takes of the room for blocks
 
     def __post_init__(self) -> None:
@@ -54,8 +60,9 @@ class _Open:
 class Filling:
     """Fills the blocks of one model."""
 
-    def __init__(self, contents: Contents, crew: Crew, *, replaces_records: bool) -> None:
+    def __init__(self, contents: Contents, crew: Crew, *, replaces_records: bool, meter: Meter | None = None) -> None:
         self._contents = contents
+        self._meter = meter or Meter(None)
         self._crew = crew
         self._replaces_records = replaces_records  # or only the master copies in them
         self._residency, self._store = contents.host.residency, contents.host.store
@@ -98,7 +105,7 @@ class Filling:
 
     def _begin(self, task: Task, num_copies: int) -> _Open:
         residency, block = self._residency, task.content.block
-        opened = _Open(task.content, num_copies)
+        opened = _Open(task.content, num_copies, task.num_bytes)
         with self._closed:
             self._closed.wait_for(lambda: not self._open or self._open_bytes + opened.num_bytes <= self._most_open)
             self._open.add(opened)
@@ -124,6 +131,7 @@ class Filling:
                 self._store.mark_dirty(block)
                 self._residency.unpin(block)
                 self._open.discard(opened)
+                self._meter.add(opened.filled_bytes)
                 self._closed.notify_all()
 
 

@@ -22,6 +22,7 @@ from zero_infinity.checkpoint.directory import find
 from zero_infinity.checkpoint.filling import Filling, Task
 from zero_infinity.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.matching import Match, match
+from zero_infinity.checkpoint.meter import Meter, Progress
 from zero_infinity.checkpoint.opened import OpenCheckpoint
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.values import as_real
@@ -43,7 +44,7 @@ class Loading:
         self._strict = strict
         self._council = Council("zi.load", engine.ranks, engine.step_wire)
 
-    def read(self, path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, path: Path, objects: Mapping[str, Any], progress: Progress | None = None) -> dict[str, Any]:
         """Load; returns what was saved as `extra`."""
         council, engine = self._council, self._engine
         engine.host.finish()
@@ -62,7 +63,7 @@ class Loading:
             digest = manifest.to_bytes()[:128].decode()
             council.same("the checkpoint", digest, "the same path, on a file system that all machines share")
             with council.agreed("reading"), held(), engine.replacing():
-                self._fill(found)
+                self._fill(found, Meter(progress))
                 if self._optimizer is not None and manifest.optimizer is not None:
                     self._take_settings(manifest.optimizer)
                     self._take_states(found)
@@ -91,10 +92,11 @@ class Loading:
 
     # ------------------------------------------------------------------ values and states
 
-    def _fill(self, found: Match) -> None:
+    def _fill(self, found: Match, meter: Meter) -> None:
         contents, engine = self._contents, self._engine
         with Crew(engine.placement.set_aside) as crew:
-            filling = Filling(contents, crew, replaces_records=self._optimizer is not None)
+            filling = Filling(contents, crew, replaces_records=self._optimizer is not None, meter=meter)
+            meter.total = sum(task.num_bytes for task in self._tasks(filling, found))
             filling.run(self._tasks(filling, found))
             with torch.no_grad():
                 for name, value in contents.plain.items():
