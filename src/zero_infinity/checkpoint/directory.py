@@ -38,8 +38,9 @@ def find(path: Path) -> Path:
         return latest.resolve()
     if not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: {'it is a file' if path.exists() else 'it does not exist'}")
+    of_torch = "; it is one of torch.distributed.checkpoint" if (path / ".metadata").is_file() else ""
     raise CheckpointError(
-        f"{path} has no checkpoint: neither {MANIFEST} nor {LATEST}/{MANIFEST} is there\n"
+        f"{path} has no checkpoint: neither {MANIFEST} nor {LATEST}/{MANIFEST} is there{of_torch}\n"
         "  fix:   the directory that zi.save was given, or one of the checkpoints in it"
     )
 

@@ -129,6 +129,7 @@ class Filling:
             opened.num_copies -= 1
             if not opened.num_copies:
                 self._store.mark_dirty(block)
+                self._store.write_back(block)  # now, so that it can leave at once when its room is needed
                 self._residency.unpin(block)
                 self._open.discard(opened)
                 self._meter.add(opened.filled_bytes)

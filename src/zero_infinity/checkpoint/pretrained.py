@@ -51,6 +51,18 @@ def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         return _open(path / SINGLE, stack)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    if (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle; "
+            "pickles are not read: they can run code\n"
+            "  fix:   if you trust it: state = model.state_dict(); dcp.load(state, checkpoint_id=path); "
+            "model.load_state_dict(state). Or write it with HuggingFaceStorageWriter, as safetensors"
+        )
+    if any(path.glob("shard-*.safetensors")):
+        raise CheckpointError(
+            f"{path} has each rank's parts of tensors (torch.distributed.checkpoint), not whole ones\n"
+            "  fix:   write whole ones beside them: HuggingFaceStorageWriter(..., enable_consolidation=True)"
+        )
     pickled = " (pickled weights are not read: they can run code)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
     raise CheckpointError(
         f"{path} has neither {SINGLE} nor {INDEX}{pickled}\n"
