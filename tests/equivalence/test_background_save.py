@@ -167,6 +167,17 @@ def test_whatever_is_changed_meanwhile(name: str, tmp_path: Path) -> None:
     assert (model.blocks[1].bias == 7).all()
 
 
+@pytest.mark.usefixtures("slow_drive")
+def test_a_tensor_that_is_let_go_while_the_save_begins(tmp_path: Path) -> None:
+    """Its block is written once, whoever has it by then."""
+    run = Trained(SETTINGS["NVMe"], tmp_path)
+    held = [run.model.blocks[1].weight.data]
+    folder = run.save(tmp_path / "saved", background=True, progress=lambda *_: held.clear())
+    zi.synchronize(run.model)
+    assert not held
+    assert folder.exists()
+
+
 def test_a_full_drive_is_told_at_the_next_synchronize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, run = (Trained(SETTINGS["NVMe"], tmp_path) for _ in range(2))
     expected.steps(2 * STEPS)

@@ -88,9 +88,9 @@ class Writing:
         """Begin to write blocks that nobody uses before they are written; `finish` waits for that."""
         by_block = {content.block: content for content in contents if any(self._mine(content))}
         # Through a tensor over its memory that somebody has a block may change at any time.
-        now = [content for block, content in by_block.items() if block.leased]
-        self.write_now(now, values)
-        later = [block for block in by_block if not block.leased]
+        now = {block: content for block, content in by_block.items() if block.leased}
+        self.write_now(now.values(), values)
+        later = [block for block in by_block if block not in now]
         crew = self._stack.enter_context(Crew(self._lend(), with_torch=False))
         self._store.guard(later)
         self._stack.callback(self._store.guard, ())
