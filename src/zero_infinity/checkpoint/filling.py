@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -155,6 +156,11 @@ def _copies(part: Part, source: Source) -> Iterator[Copy]:
 def _copy_piece(source: StoredTensor, number: int, part: Part, flat: torch.Tensor, room: memoryview) -> None:
     """Copy what a piece has of a part."""
     target = flat[part.at : part.at + part.stop - part.start]
+    whole = source.elements(number)
+    if source.dtype == flat.dtype and part.start <= whole.start and whole.stop <= part.stop:
+        place: Any = target[whole.start - part.start : whole.stop - part.start].view(torch.uint8).numpy()
+        if source.read_into(number, memoryview(place)):
+            return
 
     def copy(elements: torch.Tensor, first: int) -> None:
         start, stop = max(first, part.start), min(first + len(elements), part.stop)

@@ -59,6 +59,13 @@ class OpenFile:
         self._read_buffered(start, room[:num_bytes])
         return room[:num_bytes]
 
+    def read_into(self, start: int, memory: memoryview) -> bool:
+        """Read bytes from `start` on straight into their place; False, and nothing of use, where that cannot be."""
+        if self._direct is None or len(memory) < _LARGE or (start | len(memory) | address_of(memory)) % ALIGNMENT:
+            return False
+        with storage_errors(self.path, f"read {len(memory):,} bytes at {start:,} of"):
+            return os.preadv(self._direct, [memory], start) == len(memory)
+
     def _read_buffered(self, start: int, memory: memoryview) -> None:
         done = 0
         with storage_errors(self.path, f"read {len(memory):,} bytes at {start:,} of"):
