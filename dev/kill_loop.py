@@ -1,7 +1,7 @@
 """Kill `zero-infinity train` with SIGKILL at random moments, again and again, and see that nothing is lost.
 
     python dev/kill_loop.py DIR --kills 200
-    python dev/kill_loop.py DIR --kills 50 --ranks 2
+    python dev/kill_loop.py DIR --kills 50 --ranks 2 --background
 
 An undisturbed run is made first. The disturbed one saves every step, is started again with --resume after each kill,
 and begins anew when it got to its end. What it ends with has to equal the undisturbed run's,
@@ -25,11 +25,12 @@ from zero_infinity.checkpoint.manifest import read
 SHAPE = ["--layers", "4", "--hidden", "128", "--heads", "4", "--seq", "64", "--memory", "3MiB"]
 
 
-def command(directory: Path, steps: int, ranks: int) -> list[str]:
+def command(directory: Path, steps: int, ranks: int, *, background: bool) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     # A directory of its own that the command makes for swap space would be left, empty, by each kill.
     swap = ["--nvme", str(directory.parent)]
     saving = ["--save", str(directory), "--save-every", "1", "--keep", "2", "--resume"]
+    saving += ["--save-in-background"] if background else []
     return [sys.executable, *launcher, "-m", "zero_infinity", "train", *SHAPE, *swap, "--steps", str(steps), *saving]
 
 
@@ -53,12 +54,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--background", action="store_true", help="save while training goes on")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.directory.mkdir(parents=True)
     log = args.directory / "log"
     start = time.monotonic()
-    if run_until(None, command(args.directory / "undisturbed", args.steps, args.ranks), log):
+    if run_until(
+        None, command(args.directory / "undisturbed", args.steps, args.ranks, background=args.background), log
+    ):
         sys.exit(f"the undisturbed run has failed: see {log}")
     seconds = time.monotonic() - start
     expected = tensor_files(args.directory / "undisturbed")
@@ -67,7 +71,9 @@ def main() -> int:
     while num_kills < args.kills:
         disturbed = args.directory / f"disturbed{num_ends}"
         # Anywhere between the imports and the end.
-        code = run_until(choice.uniform(0, seconds), command(disturbed, args.steps, args.ranks), log)
+        code = run_until(
+            choice.uniform(0, seconds), command(disturbed, args.steps, args.ranks, background=args.background), log
+        )
         step = read(find(disturbed)).step if has_checkpoint(disturbed) else 0
         if step < last:
             sys.exit(f"after kill {num_kills} the latest checkpoint is of step {step}, and was of {last}")
@@ -82,7 +88,10 @@ def main() -> int:
         num_kills += 1
         print(f"kill {num_kills}: the latest checkpoint is of step {step}", flush=True)
     disturbed = args.directory / f"disturbed{num_ends}"
-    if run_until(None, command(disturbed, args.steps, args.ranks), log) or tensor_files(disturbed) != expected:
+    if (
+        run_until(None, command(disturbed, args.steps, args.ranks, background=args.background), log)
+        or tensor_files(disturbed) != expected
+    ):
         sys.exit(f"{disturbed} differs from the undisturbed run, or has failed: see {log}")
     print(f"{num_kills} kills, {num_ends + 1} runs to the end, each the same bits as the undisturbed one")
     return 0

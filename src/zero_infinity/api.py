@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.checkpoint.exporting import Exporting
 from zero_infinity.checkpoint.loading import Loading
+from zero_infinity.checkpoint.meter import Progress
 from zero_infinity.checkpoint.pretrained import Pretrained
 from zero_infinity.checkpoint.saving import Saving
 from zero_infinity.config import Config
@@ -135,16 +136,22 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    background: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Save a prepared model between two steps, as a new checkpoint in the directory `path`; returns its folder.
 
     With the optimizer: its states and settings, the number of steps, the loss scale and the random states, for training
     to go on exactly. `extra`: what else it needs: numbers, texts, lists, dicts, small tensors, and objects with a
     `state_dict` (schedulers, data loaders). `keep`: remove all but the newest so many checkpoints in `path` afterwards.
+    `background`: return as soon as this moment is kept, and write it while training goes on; `zi.synchronize`, the next
+    save or load, and the end of the process wait for it, and raise what went wrong (the end only warns).
+    `progress`: called with the bytes that this rank has written so far and all that it will write, by any thread.
     On several ranks: all of them call it, with a path that all of them see.
     """
     engine = _engine_of_both(model, optimizer)
-    return Saving(model, engine, with_optimizer=optimizer is not None).write(Path(path), extra or {}, keep)
+    saving = Saving(model, engine, with_optimizer=optimizer is not None)
+    return saving.write(Path(path), extra or {}, keep, background=background, progress=progress)
 
 
 def load(
@@ -154,14 +161,17 @@ def load(
     *,
     extra: Mapping[str, Any] | None = None,
     strict: bool = True,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint `path`, or the latest one in it, into a prepared model; returns what was saved as `extra`.
 
     Ranks, stage, memory, drives and dtypes may be others than when it was saved. Objects in `extra` that have a
-    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded.
+    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded. `progress` as in
+    `zi.save`.
     """
     engine = _engine_of_both(model, optimizer)
-    return Loading(model, engine, with_optimizer=optimizer is not None, strict=strict).read(Path(path), extra or {})
+    loading = Loading(model, engine, with_optimizer=optimizer is not None, strict=strict)
+    return loading.read(Path(path), extra or {}, progress)
 
 
 def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -200,13 +210,16 @@ def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> Tr
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until every update that was submitted is done and no byte is on its way; raise what went wrong.
+    """Wait until every update that was submitted is done and no byte is on its way, a save in the background included.
+
+    Raises what went wrong.
 
     Nothing needs it to be right: whoever reads a parameter waits for its update. It is for measuring, and for the end
     of a run. When the config has a `trace`, its file is written, too.
     """
     engine = engine_of(model)
     engine.settle()
+    engine.host.finish()
     engine.write_trace()
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from zero_infinity.cli import progress
 from zero_infinity.cli.main import main
 from zero_infinity.workload import text
 
@@ -54,6 +60,55 @@ def test_a_run_in_two_parts_is_the_same_as_one(here: Path, capsys: pytest.Captur
     assert names(here / "parts") == ["latest", "step-00000004", "step-00000007"]
 
 
+def test_saving_while_training_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [*TINY, *TIGHT, "--steps", "5", "--save-every", "2"]
+    assert main(["train", *common, "--save", "whole"]) == 0
+    assert "while training goes on" not in capsys.readouterr().out
+    assert main(["train", *common, "--save", "beside", "--save-in-background"]) == 0
+    said = capsys.readouterr().out
+    assert names(here / "beside") == names(here / "whole")
+    for name in ("step-00000002", "step-00000004", "step-00000005"):
+        files = [
+            {path.name: path.read_bytes() for path in (here / kind / name).iterdir()} for kind in ("whole", "beside")
+        ]
+        assert files[0] == files[1]
+    for step in (2, 4):
+        assert f"saving step {step} as beside/step-0000000{step} while training goes on" in said
+        assert f"saved step {step} as beside/step-0000000{step}: " in said
+    assert "saved step 5 as " in said
+
+
+def test_how_far_it_is_is_shown(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    assert main(["train", *TINY, "--nvme", "none", "--steps", "1", "--save", "saved"]) == 0
+    assert main(["train", *TINY, "--nvme", "none", "--steps", "2", "--save", "saved", "--resume"]) == 0
+    assert main(["export", "saved", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for act in ("saving", "loading", "exporting"):
+        *_, last = [line for line in lines if line.startswith(f"{act}: ")]
+        done = re.match(rf"{act}: (.+) of (.+?)  [\d,]+ MB/s  process memory [\d.,]+ .iB  left 0 s", last)
+        assert done is not None, last
+        assert done[1] == done[2]
+
+
+def test_how_far_it_is_is_shown_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    terminal = progress.choose(as_json=False, every=1, make_console=lambda: console)
+    with terminal.transfer("loading") as shown, pytest.MonkeyPatch.context() as patch:
+        assert shown is not None
+        patch.setattr(shown, "_seconds", 0.0)
+        shown(1 << 20, 2 << 20)
+        with terminal.live(), terminal.transfer("saving") as other:
+            assert other is not None
+            patch.setattr(other, "_seconds", 0.0)
+            other(2 << 20, 2 << 20)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1.0 MiB of 2.0 MiB" in text
+    assert "2.0 MiB of 2.0 MiB" in text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_step(
     number: signal.Signals, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -84,6 +139,8 @@ def _raising(number: signal.Signals, real: Any) -> Any:
     [
         (["--keep", "2"], "--keep needs --save DIR"),
         (["--resume"], "--resume needs --save DIR"),
+        (["--save-in-background"], "--save-in-background needs --save DIR"),
+        (["--save", "new", "--save-in-background"], "--save-in-background needs --save-every N"),
         (["--save", "saved"], "saved has checkpoints of an earlier run\n  fix:   --resume"),
         (["--save", "saved", "--resume", "--lr", "0.5"], "--lr is 0.5, but the run in saved was begun with 0.001"),
         (["--pretrained", "x", "--hf", "y"], "--pretrained takes the model's shape from x; leave out --hf"),
@@ -163,6 +220,67 @@ def test_after_a_lost_rank_a_restart_goes_on_from_the_last_checkpoint(here: Path
     again = Running(here, 2, *saving).end()
     assert [ended.code for ended in again] == [0, 0], again
     assert [json.loads(line).get("step") for line in again[0].out.splitlines()][:-1] == [3, 4, 5, 6]
+    assert tensor_files(here / "saved") == tensor_files(here / "whole")
+
+
+_DYING = """
+import os, signal, sys
+from zero_infinity.cli.main import main
+from zero_infinity.workload import text
+real = text.ByteBatches.__next__
+def take(self):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.position) == ("1", "0", 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self)
+text.ByteBatches.__next__ = take
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+def test_torchrun_restarts_after_a_lost_rank(here: Path) -> None:
+    """The command of docs/checkpoints.md: all ranks are started again, by torchrun itself."""
+    options = [*TINY, "--memory", "8MiB", "--nvme", "none", "--steps", "6"]
+    whole = Running(here, 2, *options, "--json", "--save", "whole").end()
+    assert [ended.code for ended in whole] == [0, 0], whole
+    (here / "dying.py").write_text(_DYING)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [
+            *launcher,
+            "--max-restarts",
+            "1",
+            "dying.py",
+            "train",
+            *options,
+            "--save",
+            "saved",
+            "--save-every",
+            "2",
+            "--resume",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goes on after step 2, from saved" in done.stdout
+    assert tensor_files(here / "saved") == tensor_files(here / "whole")
+
+
+@pytest.mark.long
+def test_a_rank_is_lost_while_a_checkpoint_is_written_beside_training(here: Path) -> None:
+    options = [*TINY, "--memory", "8MiB", "--nvme", "none", "--steps", "6", "--json"]
+    whole = Running(here, 2, *options, "--save", "whole").end()
+    assert [ended.code for ended in whole] == [0, 0], whole
+    saving = [*options, "--save", "saved", "--save-every", "1", "--save-in-background", "--resume"]
+    first, second = Running(here, 2, *saving, change=_die_at_four).end()
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    again = Running(here, 2, *saving).end()
+    assert [ended.code for ended in again] == [0, 0], again
+    assert names(here / "saved")[0] == "latest", "something is left"
     assert tensor_files(here / "saved") == tensor_files(here / "whole")
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.compare import adamw, assert_same, copied
 from support.models import CASES, mlp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import zero_infinity as zi
@@ -198,3 +199,55 @@ def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     other.load_state_dict(state["model"])
     assert_same("values", expected, values(other))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_safetensors_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    """What it writes as safetensors is read without a pickle; it reads what is saved here."""
+    plain = made("gpt2", seed=1)
+    state = plain.state_dict()
+    whole = {name: value for name, value in state.items() if name != "lm_head.weight"}
+    dcp.save(dict(whole), storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")), no_dist=True)
+    model = made("gpt2", seed=2)
+    model, optimizer = zi.prepare(model, adamw(model), config(tmp_path))
+    zi.load_pretrained(model, tmp_path / "hf")
+    assert_same("values", state, values(model))
+    folder = zi.save(tmp_path / "saved", model, optimizer)
+    read = {name: torch.zeros_like(value) for name, value in whole.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert_same("read", whole, read)
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "parts"), save_distributed=True)
+    dcp.save(dict(whole), storage_writer=writer, no_dist=True)
+    with pytest.raises(zi.CheckpointError, match="each rank's parts of tensors"):
+        zi.load_pretrained(model, tmp_path / "parts")
+    dcp.save(dict(whole), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(zi.CheckpointError, match=r"\.metadata is a pickle"):
+        zi.load_pretrained(model, tmp_path / "dcp")
+    with pytest.raises(zi.CheckpointError, match="is one of torch.distributed.checkpoint"):
+        zi.load(tmp_path / "dcp", model)
+
+
+def test_state_dicts_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    """Asking for the states changes none of them: torch takes a step with zeros when it finds an optimizer empty."""
+
+    def trained(seed: int, num_steps: int) -> tuple[Any, Any]:
+        model = made("gpt2", seed=seed)
+        model, optimizer = zi.prepare(model, adamw(model), config(tmp_path))
+        for number in range(num_steps):
+            CASES["gpt2"].loss(model, CASES["gpt2"].batch(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(1, 2)
+    before = values(model), copied(optimizer.state_dict())
+    states = get_state_dict(model, optimizer)
+    assert_same("states", before, (values(model), copied(optimizer.state_dict())))
+    other, its_optimizer = trained(2, 1)
+    set_state_dict(other, its_optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    assert_same("taken in", before[0], values(other))
+    assert_same("taken in", before[1]["state"], copied(its_optimizer.state_dict())["state"])
+    first = next(iter(optimizer.state))
+    assert_same("one state", before[1]["state"][0], optimizer.state[first])
+    assert first in optimizer.state
+    assert len(optimizer.state) == len(before[1]["state"])

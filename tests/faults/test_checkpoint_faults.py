@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import zero_infinity as zi
 from zero_infinity.checkpoint import piece_io
+from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.runtime import placement
 
 Pair = tuple[nn.Module, Any]
@@ -74,6 +75,23 @@ def test_a_flipped_byte_anywhere_is_found_and_named(saved: tuple[Pair, Path, Any
         path.write_bytes(good)
     zi.load(folder, *pair)
     assert_same("states", expected, states(pair))
+
+
+def test_a_flipped_byte_of_what_is_read_straight_into_its_place(tmp_path: Path) -> None:
+    made = nn.Linear(512, 512)  # whole pages, and enough of them
+    model, optimizer = zi.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), zi.Config(memory="8MiB"))
+    path = zi.save(tmp_path, model, optimizer) / "model-00001-of-00001.safetensors"
+    straight = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = OpenFile.read_into
+        patch.setattr(OpenFile, "read_into", lambda *args: straight.append(real(*args)) or straight[-1])
+        zi.load(tmp_path, model, optimizer)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(zi.CheckpointError, match=r"model-00001-of-00001.safetensors is damaged: bytes"):
+            zi.load(tmp_path, model, optimizer)
+    assert straight.count(True) == 2
 
 
 def test_files_that_are_cut_or_missing_are_named(saved: tuple[Pair, Path, Any]) -> None:

@@ -114,13 +114,16 @@ train(model, optimizer, 1)
 expected = checksums(model)
 folder = zi.save(NVME + "/saved", model, optimizer)
 saved = anonymous_bytes() - before
+beside = zi.save(NVME + "/beside", model, optimizer, background=True)
 losses = train(model, optimizer, 1)
+zi.synchronize(model)
+same = (folder / "manifest.json").read_bytes() == (beside / "manifest.json").read_bytes()
 zi.load(folder, model, optimizer)
 loaded = checksums(model)
 again = train(model, optimizer, 1)
 zi.load_pretrained(model, folder / "model-00001-of-00001.safetensors")
 report(expected=expected, loaded=loaded, pretrained=checksums(model), losses=losses, again=again, used=used,
-       peak=peak_bytes(), grown=anonymous_bytes() - before, saved=saved,
+       peak=peak_bytes(), grown=anonymous_bytes() - before, saved=saved, same=same,
        num_bytes=sum(path.stat().st_size for path in folder.iterdir()))
 """
 )
@@ -179,3 +182,4 @@ def test_a_checkpoint_of_eight_times_the_limit_is_saved_and_loaded(tmp_path: Pat
         assert group.num_kills() == 0
     assert ended.report["loaded"] == ended.report["pretrained"] == ended.report["expected"]
     assert ended.report["again"] == ended.report["losses"]
+    assert ended.report["same"], "what was written while training went on is not what was written while it waited"

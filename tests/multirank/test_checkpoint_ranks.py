@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.checkpoints import Seen, Stop, visit
+from support.checkpoints import Seen, Stop, save_beside, save_beside_failing, visit
 from support.compare import assert_same
 from support.multirank import LEAST
 from support.ranks import run_ranks
@@ -45,3 +45,25 @@ def test_a_walk_over_world_sizes_stages_and_homes(model: str, tmp_path: Path) ->
         if source is not None:
             assert tensor_files(source) == tensor_files(copy), "the files are not the same, byte for byte"
         before = seen[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "home"), [(2, 3, "nvme"), (2, 1, "ram"), (3, 2, "nvme")])
+def test_saving_while_all_ranks_train_on(num_ranks: int, stage: int, home: str, tmp_path: Path) -> None:
+    settings = {"stage": stage, **({"memory": LEAST, "nvme": tmp_path} if home == "nvme" else {"memory": "8MiB"})}
+    seen = run_ranks(num_ranks, save_beside, settings, num_ranks, tmp_path)
+    for other in seen[1:]:
+        assert_same("states", seen[0], other)
+    whole, beside = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "step-00000002").iterdir()}
+        for name in ("foreground", "background")
+    )
+    assert whole == beside
+
+
+def test_a_rank_that_cannot_write_while_all_train_on(tmp_path: Path) -> None:
+    """All are told, the checkpoint before is whole, and the next one, too."""
+    said = run_ranks(2, save_beside_failing, 2, tmp_path)
+    assert "rank 1 failed" in said[0]
+    assert "Input/output error" in said[0]
+    assert "Input/output error" in said[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]

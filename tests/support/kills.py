@@ -42,7 +42,7 @@ def _die_before_call(number: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def train(directory: Path, call: int | None, seconds: float | None) -> None:
+def train(directory: Path, call: int | None, seconds: float | None, background: bool) -> None:
     """Go on from the latest checkpoint to the end, saving every step; or die on the way, after the first."""
     small_blocks()
     torch.set_num_threads(1)
@@ -64,5 +64,6 @@ def train(directory: Path, call: int | None, seconds: float | None) -> None:
         model(torch.randn(4, 48, generator=torch.Generator().manual_seed(number))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        zi.save(saved, model, optimizer, keep=2)  # type: ignore[arg-type]
+        zi.save(saved, model, optimizer, keep=2, background=background)  # type: ignore[arg-type]
+    zi.synchronize(model)
     os._exit(0)

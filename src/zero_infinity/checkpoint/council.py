@@ -6,10 +6,10 @@ goes by the ranks' common store.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import UsageError
 from zero_infinity.shard.group import RankGroup
 from zero_infinity.shard.wire import Topic, Wire
@@ -52,7 +52,7 @@ class Council:
         """Raise when ranks differ in `text`."""
         if self._wire is None:
             return
-        said = self._wire.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({what})"), [zlib.crc32(text.encode())])
+        said = self._wire.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({what})"), [crc32(text.encode())])
         for rank, theirs in enumerate(said):
             if theirs != said[0]:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}\n  fix:   {fix}")

@@ -9,35 +9,46 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.interrupts import through
 from zero_infinity.store.engine import ALIGNMENT
+from zero_infinity.store.extents import round_up
 
 Job = Callable[[memoryview], None]
 
-# Enough for a drive's bandwidth with pieces of this size, of which one is being read or written and one checked.
-_NUM_THREADS = 4
-_MAX_ROOM = (4 << 20) + 2 * ALIGNMENT
+# Enough for a drive's bandwidth with pieces of this size, of which some are being read or written and one checked.
+_NUM_THREADS = 8
+_MAX_ROOM = PIECE_BYTES + 2 * ALIGNMENT
+# With less memory than that: fewer threads, and smaller rooms.
+_FEW_THREADS = 4
 _MIN_ROOM = 4 * ALIGNMENT
 
 
 class Crew:
     """A few threads, and `num_bytes` of memory between them (at least 16 KiB)."""
 
-    def __init__(self, num_bytes: int) -> None:
-        num_threads = max(1, min(_NUM_THREADS, num_bytes // _MIN_ROOM))
+    def __init__(self, num_bytes: int, *, with_torch: bool = True) -> None:
+        num_threads = min(_NUM_THREADS, num_bytes // _MAX_ROOM)
+        if num_threads < _FEW_THREADS:
+            num_threads = max(1, min(_FEW_THREADS, num_bytes // _MIN_ROOM))
         room = max(_MIN_ROOM, min(_MAX_ROOM, num_bytes // num_threads // ALIGNMENT * ALIGNMENT))
         # Private: shared anonymous memory counts as page cache, and gets no huge pages.
-        self._rooms = [mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(num_threads)]
+        memory = mmap.mmap(-1, num_threads * round_up(room), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._rooms = [memoryview(memory)[at : at + room] for at in range(0, len(memory), round_up(room))]
         self.room_bytes = room - 2 * ALIGNMENT  # for a piece: what it is read from may not begin at a page
-        self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", torch.set_num_threads, (1,))
+        # Who computes with torch beside others does so on one core.
+        set_up = partial(torch.set_num_threads, 1) if with_torch else None
+        self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", set_up)
         self._lock = threading.Lock()
-        self._num_torch_threads = torch.get_num_threads()
+        self._num_torch_threads = torch.get_num_threads() if with_torch else None
         self._failed = False
 
     def __enter__(self) -> Self:
@@ -47,12 +58,22 @@ class Crew:
         self._failed = True  # of jobs that an interrupt has left
         self._executor.shutdown()
         # What a thread has set for itself is what threads to come would start with.
-        torch.set_num_threads(self._num_torch_threads)
+        if self._num_torch_threads is not None:
+            torch.set_num_threads(self._num_torch_threads)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Do all jobs, in any order; the first error is raised when no thread is in a job any more."""
+        self.finish(self.start(jobs))
+
+    def start(self, jobs: Iterable[Job]) -> list[Future[None]]:
+        """Begin to do them; each thread has one `Future` for all that it does."""
         waiting = iter(jobs)
-        futures = [self._executor.submit(self._work, waiting, memoryview(room)) for room in self._rooms]
+        return [self._executor.submit(self._work, waiting, room) for room in self._rooms]
+
+    @staticmethod
+    def finish(futures: Iterable[Future[None]]) -> None:
+        """Wait for the end of all, and raise the first error."""
+        futures = list(futures)
         for future in futures:
             with through():
                 future.exception()

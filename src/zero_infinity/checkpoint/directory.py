@@ -38,8 +38,9 @@ def find(path: Path) -> Path:
         return latest.resolve()
     if not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: {'it is a file' if path.exists() else 'it does not exist'}")
+    of_torch = "; it is one of torch.distributed.checkpoint" if (path / ".metadata").is_file() else ""
     raise CheckpointError(
-        f"{path} has no checkpoint: neither {MANIFEST} nor {LATEST}/{MANIFEST} is there\n"
+        f"{path} has no checkpoint: neither {MANIFEST} nor {LATEST}/{MANIFEST} is there{of_torch}\n"
         "  fix:   the directory that zi.save was given, or one of the checkpoints in it"
     )
 
@@ -65,11 +66,14 @@ class Aside:
                 self.path.rmdir()
                 raise
 
-    def publish(self, step: int, keep: int | None) -> Path:
-        """Give it its name: from here on it is the latest. Then remove those beyond the newest `keep`."""
+    def publish(self, step: int, keep: int | None, name: str | None = None) -> Path:
+        """Give it its name: from here on it is the latest. Then remove those beyond the newest `keep`.
+
+        `name`: one that it was promised. Else the next of its step.
+        """
         with storage_errors(self._directory, "name a checkpoint in"):
             sync_directory(self.path)
-            final = self._rename(step)
+            final = self._rename(name or self.next_name(step))
             self._unlock()  # it is a checkpoint from here on
             sync_directory(self._directory)
             self._point_latest(final.name)
@@ -78,11 +82,14 @@ class Aside:
                 _prune(self._directory, keep, final.name)
         return final
 
-    def _rename(self, step: int) -> Path:
+    def next_name(self, step: int) -> str:
         """A name that no checkpoint has: one of the same step may be there, from before a restart."""
         used = {numbers for _, numbers in _checkpoints(self._directory)}
         again = 1 + max((number for known, number in used if known == step), default=-1)
-        final = self._directory / (f"step-{step:08}-{again}" if again else f"step-{step:08}")
+        return f"step-{step:08}-{again}" if again else f"step-{step:08}"
+
+    def _rename(self, name: str) -> Path:
+        final = self._directory / name
         if final.exists() or final.is_symlink():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         self.path.rename(final)

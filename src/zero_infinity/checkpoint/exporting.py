@@ -27,6 +27,7 @@ from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew, Job
 from zero_infinity.checkpoint.directory import find, storage_errors, sync_directory
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
+from zero_infinity.checkpoint.meter import Meter, Progress
 from zero_infinity.checkpoint.opened import OpenCheckpoint
 from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
 from zero_infinity.checkpoint.plan import SHARD_BYTES, Kind, Place, plan_files
@@ -39,7 +40,7 @@ from zero_infinity.errors import ConfigError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 
 _ROOM_BYTES = 20 << 20
-_PAGES_BYTES = (4 << 20) + (8 << 10)
+_PAGES_BYTES = (2 << 20) + (8 << 10)
 
 
 def export_checkpoint(
@@ -48,6 +49,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     model: nn.Module | None = None,
+    progress: Progress | None = None,
 ) -> int:
     """Write the weights of `checkpoint` to the new folder `directory`; returns their bytes.
 
@@ -65,8 +67,8 @@ def export_checkpoint(
         try:
             for name, file in files.items():
                 create(aside / name, file.beginning, file.num_bytes)
-            export.write(aside, places)
             num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
+            export.write(aside, places, Meter(progress, num_bytes))
             _write_index(aside, places, num_bytes)
             for name, values in _settings(opened.manifest, dtype).items():
                 write_whole(aside / name, json.dumps(values, indent=2).encode() + b"\n")
@@ -146,28 +148,31 @@ class _Export:
             return torch.empty(source.true_shape, dtype=source.dtype, device="meta")
         return source.whole(memoryview(mmap.mmap(-1, _PAGES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 
-    def write(self, folder: Path, places: Mapping[tuple[str, str], Place]) -> None:
+    def write(self, folder: Path, places: Mapping[tuple[str, str], Place], meter: Meter) -> None:
         names = dict.fromkeys(place.file for place in places.values())
         with ExitStack() as stack:
             opened = {name: stack.enter_context(OpenFile(folder / name, writable=True)) for name in names}
             with Crew(_ROOM_BYTES) as crew:
-                crew.run(self._direct_jobs(opened, places))
+                crew.run(self._direct_jobs(opened, places, meter))
                 for conversion in self._plan.conversions:
                     for target, made in self._apply(conversion, meta=False).items():
                         place = places[MODEL, target]
                         opened[place.file].write(place.start, _converted(made, place.kind))
+                        meter.add(place.kind.num_bytes)
             for file in opened.values():
                 file.sync()
 
-    def _direct_jobs(self, opened: Mapping[str, OpenFile], places: Mapping[tuple[str, str], Place]) -> Iterator[Job]:
+    def _direct_jobs(
+        self, opened: Mapping[str, OpenFile], places: Mapping[tuple[str, str], Place], meter: Meter
+    ) -> Iterator[Job]:
         for target, name in self._plan.direct.items():
             place, source = places[MODEL, target], self._sources[name]
             file = opened[place.file]
             if source.order is not None:
-                yield partial(_copy_whole, source, file, place)
+                yield partial(_copy_whole, source, file, place, meter)
             else:
                 for number in source.pieces(0, source.num_bytes // source.dtype.itemsize):
-                    yield partial(_copy_piece, source, number, file, place)
+                    yield partial(_copy_piece, source, number, file, place, meter)
 
 
 def _check(directory: Path, dtype: torch.dtype | None) -> None:
@@ -180,15 +185,22 @@ def _check(directory: Path, dtype: torch.dtype | None) -> None:
             raise UsageError(f"{directory} is there already, and not empty\n  fix:   export to a new folder")
 
 
-def _copy_whole(source: StoredTensor, file: OpenFile, place: Place, room: memoryview) -> None:
+def _copy_whole(source: StoredTensor, file: OpenFile, place: Place, meter: Meter, room: memoryview) -> None:
     file.write(place.start, _converted(source.whole(room), place.kind))
+    meter.add(place.kind.num_bytes)
 
 
-def _copy_piece(source: StoredTensor, number: int, file: OpenFile, place: Place, room: memoryview) -> None:
+def _copy_piece(
+    source: StoredTensor, number: int, file: OpenFile, place: Place, meter: Meter, room: memoryview
+) -> None:
     width = DTYPES[place.kind.dtype].itemsize
-    source.read_piece(
-        number, room, lambda part, first: file.write(place.start + first * width, _converted(part, place.kind))
-    )
+
+    def copy(part: torch.Tensor, first: int) -> None:
+        data = _converted(part, place.kind)
+        file.write(place.start + first * width, data)
+        meter.add(len(data))
+
+    source.read_piece(number, room, copy)
 
 
 def _converted(tensor: torch.Tensor, kind: Kind) -> memoryview:

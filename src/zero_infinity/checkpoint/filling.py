@@ -1,78 +1,166 @@
 """Brings tensors from files into a model's blocks, converted on the way, within the engine's memory budget.
 
-Block by block: a block gets its room in memory (without being read from its drive), threads fill it with the pieces of
-tensors that belong there, and the store writes it home when the next ones need the room.
+A block gets its room in memory (without being read from its drive), threads fill it with the pieces of tensors that
+belong there, and the store writes it home when later ones need the room. The next blocks are begun before the last
+ones are full, so that the drive always has something to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from zero_infinity.checkpoint.contents import BlockContent, Contents, Key, Part, order_of
 from zero_infinity.checkpoint.crew import Crew, Job
+from zero_infinity.checkpoint.meter import Meter
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.runtime.record import Record
 from zero_infinity.runtime.unit import ManagedParameter, Unit
+from zero_infinity.store.block import Block, Home
 
 Source = StoredTensor | torch.Tensor  # in a file, or in memory
+Copy = Callable[[torch.Tensor, memoryview], None]  # into the elements of a block, by way of a room
+
+# Blocks that are being filled may take this part of the room for blocks (one of them always may).
+_OPEN_SHARE = 1 / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A block and what goes into it. `replaces`: nothing of what it has stays."""
+
+    content: BlockContent
+    parts: tuple[Part, ...]
+    sources: Mapping[Key, Source]
+    replaces: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * self.content.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A block that is being filled."""
+
+    content: BlockContent
+    num_copies: int
+    filled_bytes: int
+    num_bytes: int = field(init=False)  # that it takes of the room for blocks
+
+    def __post_init__(self) -> None:
+        block = self.content.block
+        self.num_bytes = block.held_bytes if block.home is Home.NVME else 0
 
 
 class Filling:
     """Fills the blocks of one model."""
 
-    def __init__(self, contents: Contents, crew: Crew, *, replaces_records: bool) -> None:
+    def __init__(self, contents: Contents, crew: Crew, *, replaces_records: bool, meter: Meter | None = None) -> None:
         self._contents = contents
+        self._meter = meter or Meter(None)
         self._crew = crew
         self._replaces_records = replaces_records  # or only the master copies in them
+        self._residency, self._store = contents.host.residency, contents.host.store
+        self._most_open = int(self._residency.policy.budget * _OPEN_SHARE)
+        self._open: set[_Open] = set()
+        self._closed = threading.Condition()
 
-    def fill_unit(self, unit: Unit, sources: Mapping[Key, Source]) -> None:
+    def of_unit(self, unit: Unit, sources: Mapping[Key, Source]) -> Iterator[Task]:
         """The values of a unit's parameters; those that have no source stay as they are."""
         content = self._contents.of_unit(unit)
-        self._fill(content, sources, replaces=all(part.key in sources for part in content.parts))
+        yield _task(content, sources, replaces=True)
 
-    def fill_record(
+    def of_record(
         self, record: Record, slots: Mapping[ManagedParameter, tuple[str, ...]], sources: Mapping[Key, Source]
-    ) -> None:
+    ) -> Iterator[Task]:
         """The states of a unit's parameters."""
         for content in self._contents.of_record(record, slots):
-            is_all = all(part.key in sources for part in content.parts)
-            self._fill(content, sources, replaces=self._replaces_records and is_all)
+            yield _task(content, sources, replaces=self._replaces_records)
 
-    def _fill(self, content: BlockContent, sources: Mapping[Key, Source], *, replaces: bool) -> None:
-        parts = [part for part in content.parts if part.key in sources]
-        if not parts:
-            return
-        residency, store, block = self._contents.host.residency, self._contents.host.store, content.block
-        if replaces and not block.leased:
+    def run(self, tasks: Iterable[Task]) -> None:
+        """Do all of them, in this order."""
+        try:
+            self._crew.run(self._jobs(tasks))
+        finally:
+            for opened in self._open:  # after an error
+                self._residency.unpin(opened.content.block)
+            self._open.clear()
+
+    # ------------------------------------------------------------------ blocks
+
+    def _jobs(self, tasks: Iterable[Task]) -> Iterator[Job]:
+        """Runs on whichever thread of the crew wants the next job, one at a time."""
+        for task in tasks:
+            if not task.parts:
+                continue
+            copies = [copy for part in task.parts for copy in _copies(part, task.sources[part.key])]
+            opened = self._begin(task, len(copies))
+            for copy in copies:
+                yield partial(self._do, opened, copy)
+
+    def _begin(self, task: Task, num_copies: int) -> _Open:
+        residency, block = self._residency, task.content.block
+        opened = _Open(task.content, num_copies, task.num_bytes)
+        with self._closed:
+            self._closed.wait_for(lambda: not self._open or self._open_bytes + opened.num_bytes <= self._most_open)
+            self._open.add(opened)
+            residency.pin(block)
+        if task.replaces and not block.leased:
             # It need not be read before. (What has no part is padding, or a state that nobody has yet.)
             residency.expire(block)
         residency.access(block)
         residency.wait(block)
-        with residency.pinned(block), store.changing(block) as memory, torch.no_grad():
-            flat = memory.view(content.dtype)
-            self._crew.run(job for part in parts for job in self._jobs(part, sources[part.key], flat))
-        store.mark_dirty(block)
+        return opened
 
-    def _jobs(self, part: Part, source: Source, flat: torch.Tensor) -> Iterator[Job]:
-        target = flat[part.at : part.at + part.stop - part.start]
-        if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
-            for number in source.pieces(part.start, part.stop):
-                yield partial(_copy_piece, source, number, part, target)
-            return
+    @property
+    def _open_bytes(self) -> int:
+        return sum(opened.num_bytes for opened in self._open)
 
-        def copy_whole(room: memoryview) -> None:
-            whole = source.whole(room) if isinstance(source, StoredTensor) else source
-            owner = part.owner.whole or part.owner
-            target.copy_(owner.flattened(whole)[part.start : part.stop])
+    def _do(self, opened: _Open, copy: Copy, room: memoryview) -> None:
+        block: Block = opened.content.block
+        with self._store.changing(block) as memory, torch.no_grad():
+            copy(memory.view(opened.content.dtype), room)
+        with self._closed:
+            opened.num_copies -= 1
+            if not opened.num_copies:
+                self._store.mark_dirty(block)
+                self._store.write_back(block)  # now, so that it can leave at once when its room is needed
+                self._residency.unpin(block)
+                self._open.discard(opened)
+                self._meter.add(opened.filled_bytes)
+                self._closed.notify_all()
 
-        yield copy_whole
+
+def _task(content: BlockContent, sources: Mapping[Key, Source], *, replaces: bool) -> Task:
+    parts = tuple(part for part in content.parts if part.key in sources)
+    return Task(content, parts, sources, replaces=replaces and len(parts) == len(content.parts))
 
 
-def _copy_piece(source: StoredTensor, number: int, part: Part, target: torch.Tensor, room: memoryview) -> None:
+# ---------------------------------------------------------------------- pieces
+
+
+def _copies(part: Part, source: Source) -> Iterator[Copy]:
+    if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
+        for number in source.pieces(part.start, part.stop):
+            yield partial(_copy_piece, source, number, part)
+    else:
+        yield partial(_copy_whole, source, part)
+
+
+def _copy_piece(source: StoredTensor, number: int, part: Part, flat: torch.Tensor, room: memoryview) -> None:
     """Copy what a piece has of a part."""
+    target = flat[part.at : part.at + part.stop - part.start]
+    whole = source.elements(number)
+    if source.dtype == flat.dtype and part.start <= whole.start and whole.stop <= part.stop:
+        place: Any = target[whole.start - part.start : whole.stop - part.start].view(torch.uint8).numpy()
+        if source.read_into(number, memoryview(place)):
+            return
 
     def copy(elements: torch.Tensor, first: int) -> None:
         start, stop = max(first, part.start), min(first + len(elements), part.stop)
@@ -80,3 +168,9 @@ def _copy_piece(source: StoredTensor, number: int, part: Part, target: torch.Ten
             target[start - part.start : stop - part.start].copy_(elements[start - first : stop - first])
 
     source.read_piece(number, room, copy)
+
+
+def _copy_whole(source: Source, part: Part, flat: torch.Tensor, room: memoryview) -> None:
+    whole = source.whole(room) if isinstance(source, StoredTensor) else source
+    owner = part.owner.whole or part.owner
+    flat[part.at : part.at + part.stop - part.start].copy_(owner.flattened(whole)[part.start : part.stop])

@@ -5,7 +5,7 @@ First everything that can be wrong is looked at; then blocks are filled. Each ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from zero_infinity.checkpoint.contents import contents_of, state_key
 from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew
 from zero_infinity.checkpoint.directory import find
-from zero_infinity.checkpoint.filling import Filling
+from zero_infinity.checkpoint.filling import Filling, Task
 from zero_infinity.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.matching import Match, match
+from zero_infinity.checkpoint.meter import Meter, Progress
 from zero_infinity.checkpoint.opened import OpenCheckpoint
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.values import as_real
@@ -43,9 +44,10 @@ class Loading:
         self._strict = strict
         self._council = Council("zi.load", engine.ranks, engine.step_wire)
 
-    def read(self, path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, path: Path, objects: Mapping[str, Any], progress: Progress | None = None) -> dict[str, Any]:
         """Load; returns what was saved as `extra`."""
         council, engine = self._council, self._engine
+        engine.host.finish()
         with ExitStack() as stack:
             folder = self._find(path)
             with council.agreed("checks"):
@@ -61,7 +63,7 @@ class Loading:
             digest = manifest.to_bytes()[:128].decode()
             council.same("the checkpoint", digest, "the same path, on a file system that all machines share")
             with council.agreed("reading"), held(), engine.replacing():
-                self._fill(found)
+                self._fill(found, Meter(progress))
                 if self._optimizer is not None and manifest.optimizer is not None:
                     self._take_settings(manifest.optimizer)
                     self._take_states(found)
@@ -90,24 +92,29 @@ class Loading:
 
     # ------------------------------------------------------------------ values and states
 
-    def _fill(self, found: Match) -> None:
+    def _fill(self, found: Match, meter: Meter) -> None:
         contents, engine = self._contents, self._engine
         with Crew(engine.placement.set_aside) as crew:
-            filling = Filling(contents, crew, replaces_records=self._optimizer is not None)
-            for unit in contents.units:
-                filling.fill_unit(unit, found.sources)
-                record = engine.records.get(unit)
-                if record is not None:
-                    slots: dict[ManagedParameter, tuple[str, ...]] = {}
-                    for known, names in record.state_names.items():
-                        is_started = contents.first_name(known) in found.states
-                        slots[known] = ((MASTER,) if record.has_master else ()) + (names if is_started else ())
-                    filling.fill_record(record, slots, found.sources)
+            filling = Filling(contents, crew, replaces_records=self._optimizer is not None, meter=meter)
+            meter.total = sum(task.num_bytes for task in self._tasks(filling, found))
+            filling.run(self._tasks(filling, found))
             with torch.no_grad():
                 for name, value in contents.plain.items():
                     source = found.sources.get((MODEL, name))
                     if source is not None:
                         crew.run([partial(_copy_whole, source, value)])
+
+    def _tasks(self, filling: Filling, found: Match) -> Iterator[Task]:
+        contents = self._contents
+        for unit in contents.units:
+            yield from filling.of_unit(unit, found.sources)
+            record = self._engine.records.get(unit)
+            if record is not None:
+                slots: dict[ManagedParameter, tuple[str, ...]] = {}
+                for known, names in record.state_names.items():
+                    is_started = contents.first_name(known) in found.states
+                    slots[known] = ((MASTER,) if record.has_master else ()) + (names if is_started else ())
+                yield from filling.of_record(record, slots, found.sources)
 
     def _take_settings(self, entry: OptimizerEntry) -> None:
         for group, saved in zip(self._engine.user_optimizer.param_groups, entry.groups, strict=True):

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = "zero_infinity checkpoint"
 VERSION = 1
 # A checksum covers this many bytes of a tensor. Whoever loads a part of one reads the pieces around it.
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 2 << 20
 
 MODEL, OPTIMIZER = "model", "optimizer"
 FILE_NAME = re.compile(r"(model|optimizer)-\d{5,9}-of-\d{5,9}\.safetensors|rank-\d{5,9}\.json")

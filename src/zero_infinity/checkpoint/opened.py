@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from zero_infinity.checkpoint.manifest import MODEL, FileEntry
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.tensor_file import read_header
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ class OpenCheckpoint:
     def _open(self, name: str, file: FileEntry, stack: ExitStack) -> None:
         path = self.folder / name
         beginning, entries = read_header(path)
-        if zlib.crc32(beginning) != file.crc32 or path.stat().st_size != file.num_bytes:
+        if crc32(beginning) != file.crc32 or path.stat().st_size != file.num_bytes:
             raise CheckpointError(f"{path} is damaged: its header, or its size, is not the one in the manifest")
         section = name.partition("-")[0]
         opened = stack.enter_context(OpenFile(path))

@@ -14,17 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from zero_infinity.checkpoint.directory import storage_errors
 from zero_infinity.errors import CheckpointError
 from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
+from zero_infinity.store.memory import address_of, move_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _TO_DRIVE = 1 | 2 | 4  # write the dirty pages of a range, and wait for them
-_LARGE = 1 << 20  # pages of smaller ranges may stay until the end: they would be written once for each neighbour
+_LARGE = 1 << 18  # pages of smaller ranges may stay until the end: they would be written once for each neighbour
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL)  # a file system that cannot reserve
 
 
@@ -60,6 +59,13 @@ class OpenFile:
         self._read_buffered(start, room[:num_bytes])
         return room[:num_bytes]
 
+    def read_into(self, start: int, memory: memoryview) -> bool:
+        """Read bytes from `start` on straight into their place; False, and nothing of use, where that cannot be."""
+        if self._direct is None or len(memory) < _LARGE or (start | len(memory) | address_of(memory)) % ALIGNMENT:
+            return False
+        with storage_errors(self.path, f"read {len(memory):,} bytes at {start:,} of"):
+            return os.preadv(self._direct, [memory], start) == len(memory)
+
     def _read_buffered(self, start: int, memory: memoryview) -> None:
         done = 0
         with storage_errors(self.path, f"read {len(memory):,} bytes at {start:,} of"):
@@ -75,13 +81,19 @@ class OpenFile:
     def write(self, start: int, memory: memoryview) -> None:
         """Write `memory` at `start`; it is not durable before `sync`."""
         with storage_errors(self.path, f"write {len(memory):,} bytes at {start:,} of"):
-            done = 0
-            if self._direct is not None and len(memory) >= _LARGE and not (start | _address(memory)) % ALIGNMENT:
-                done = os.pwrite(self._direct, memory[: len(memory) // ALIGNMENT * ALIGNMENT], start)
-            start, memory = start + done, memory[done:]
-            done = 0
-            while done < len(memory):
-                done += os.pwrite(self._descriptor, memory[done:], start + done)
+            # Whole pages go past the page cache, if they are whole pages in memory, too (`congruent`).
+            head = -start % ALIGNMENT
+            tail = head
+            if self._direct is not None and len(memory) >= _LARGE and not (start - address_of(memory)) % ALIGNMENT:
+                whole = memory[head : head + (len(memory) - head) // ALIGNMENT * ALIGNMENT]
+                tail = head + os.pwrite(self._direct, whole, start + head)
+            self._write_buffered(start, memory[:head])
+            self._write_buffered(start + tail, memory[tail:])
+
+    def _write_buffered(self, start: int, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            done += os.pwrite(self._descriptor, memory[done:], start + done)
         if len(memory) >= _LARGE:
             _libc.sync_file_range(self._descriptor, start, len(memory), _TO_DRIVE)
             os.posix_fadvise(self._descriptor, start, len(memory), os.POSIX_FADV_DONTNEED)
@@ -101,8 +113,17 @@ def _open_direct(path: Path, flags: int) -> int | None:
         return None
 
 
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+def congruent(memory: memoryview, start: int, room: memoryview) -> memoryview:
+    """The same bytes at an address from which `OpenFile.write` can write them at `start` by direct I/O, if that pays.
+
+    They are moved into `room`, which begins at a page, when it has a page more than they take.
+    """
+    shift = start % ALIGNMENT
+    if len(memory) < _LARGE or address_of(memory) % ALIGNMENT == shift or shift + len(memory) > len(room):
+        return memory
+    target = room[shift : shift + len(memory)]
+    move_bytes(target, memory)
+    return target
 
 
 def create(path: Path, beginning: bytes, num_bytes: int) -> None:

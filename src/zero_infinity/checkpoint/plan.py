@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from zero_infinity.checkpoint.contents import Key
 from zero_infinity.checkpoint.crc import combine_all
 from zero_infinity.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry, num_pieces
 from zero_infinity.checkpoint.tensor_file import compose, num_bytes_of
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError
 from zero_infinity.store.engine import ALIGNMENT
 
@@ -58,7 +58,7 @@ class FilePlan:
 
     @property
     def entry(self) -> FileEntry:
-        return FileEntry(self.num_bytes, zlib.crc32(self.beginning))
+        return FileEntry(self.num_bytes, crc32(self.beginning))
 
 
 def plan_files(

@@ -19,7 +19,7 @@ from zero_infinity.checkpoint.contents import Key, contents_of
 from zero_infinity.checkpoint.conversion import Conversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew
-from zero_infinity.checkpoint.filling import Filling, Source
+from zero_infinity.checkpoint.filling import Filling, Source, Task
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.matching import Problems
 from zero_infinity.checkpoint.piece_io import OpenFile
@@ -51,6 +51,18 @@ def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         return _open(path / SINGLE, stack)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    if (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle; "
+            "pickles are not read: they can run code\n"
+            "  fix:   if you trust it: state = model.state_dict(); dcp.load(state, checkpoint_id=path); "
+            "model.load_state_dict(state). Or write it with HuggingFaceStorageWriter, as safetensors"
+        )
+    if any(path.glob("shard-*.safetensors")):
+        raise CheckpointError(
+            f"{path} has each rank's parts of tensors (torch.distributed.checkpoint), not whole ones\n"
+            "  fix:   write whole ones beside them: HuggingFaceStorageWriter(..., enable_consolidation=True)"
+        )
     pickled = " (pickled weights are not read: they can run code)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
     raise CheckpointError(
         f"{path} has neither {SINGLE} nor {INDEX}{pickled}\n"
@@ -93,6 +105,7 @@ class Pretrained:
         self._council = Council("zi.load_pretrained", host.ranks, wire)
 
     def read(self, path: Path) -> None:
+        self._host.finish()
         with ExitStack() as stack:
             with self._council.agreed("checks"):
                 weights = open_weights(path, stack)
@@ -157,22 +170,35 @@ class Pretrained:
         with self._rooms() as num_bytes, Crew(num_bytes) as crew:
             filling = Filling(contents, crew, replaces_records=False)
             made = _Made(self._model, weights, makers, crew)
+            by_kind: dict[bool, list[Unit]] = {False: [], True: []}
             for unit in contents.units:
-                sources = self._sources(unit, made)
-                filling.fill_unit(unit, sources)
-                record = contents.records.get(unit)
-                if record is not None and record.has_master:
-                    filling.fill_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
+                by_kind[self._is_converted(unit, makers)].append(unit)
+            filling.run(task for unit in by_kind[False] for task in self._tasks(filling, unit, made))
+            # What they are made of is read by the same threads before.
+            for unit in by_kind[True]:
+                filling.run(list(self._tasks(filling, unit, made)))
             for name, value in contents.plain.items():
                 if name in makers:
                     with torch.no_grad():
                         as_real(value).copy_(made.whole(name))
 
+    def _is_converted(self, unit: Unit, makers: Mapping[str, StoredTensor | Conversion]) -> bool:
+        return any(isinstance(makers.get(name), Conversion) for name in self._names_in(unit))
+
+    def _tasks(self, filling: Filling, unit: Unit, made: _Made) -> Iterator[Task]:
+        sources = self._sources(unit, made)
+        yield from filling.of_unit(unit, sources)
+        record = self._contents.records.get(unit)
+        if record is not None and record.has_master:
+            yield from filling.of_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
+
     def _sources(self, unit: Unit, made: _Made) -> dict[Key, Source]:
-        names = [
-            self._contents.first_name(known) for known in unit.parameters if known.parameter in self._contents.names
-        ]
+        names = self._names_in(unit)
         return {(MODEL, name): source for name in names if (source := made.source(name)) is not None}
+
+    def _names_in(self, unit: Unit) -> list[str]:
+        contents = self._contents
+        return [contents.first_name(known) for known in unit.parameters if known.parameter in contents.names]
 
     @contextmanager
     def _rooms(self) -> Iterator[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from zero_infinity.checkpoint import codec
 from zero_infinity.checkpoint.manifest import Manifest
 from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError, UsageError
 
 _MAX_BYTES = 1 << 30
@@ -45,7 +45,7 @@ def read(folder: Path, manifest: Manifest, rank: int) -> tuple[dict[str, Any] | 
     if entry is None:
         raise CheckpointError(f"{folder} is damaged: its manifest knows no {name}")
     data = read_bytes(path, _MAX_BYTES)
-    if len(data) != entry.num_bytes or zlib.crc32(data) != entry.crc32:
+    if len(data) != entry.num_bytes or crc32(data) != entry.crc32:
         raise CheckpointError(f"{path} is damaged: its checksum is not the one in the manifest")
     fields = Fields(parse(data, path), str(path))
     extra = {key: codec.decode(value, f"{path}: extra[{key!r}]") for key, value in fields.table("extra").items()}

@@ -1,16 +1,16 @@
-"""Writes a checkpoint: every rank its own parts of the same files, within the engine's memory budget.
+"""Saves a model: what there is to save of this moment, which files it goes to, and when these are a checkpoint.
 
-Blocks are read where they are, in memory or on their drive, piece by piece; nothing is fetched for it, so that training
-goes on afterwards with the same blocks in memory. Whole tensors are never put together.
+Every rank writes its own parts of the same files (`writing`), within the engine's memory budget.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,35 +24,36 @@ from zero_infinity.checkpoint.contents import (
     Contents,
     Key,
     contents_of,
-    first_element,
     order_of,
     state_key,
 )
 from zero_infinity.checkpoint.conversion import hugging_face_files
 from zero_infinity.checkpoint.council import Council
-from zero_infinity.checkpoint.crew import Crew, Job
 from zero_infinity.checkpoint.directory import Aside
 from zero_infinity.checkpoint.manifest import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
-    PIECE_BYTES,
     FileEntry,
     GroupEntry,
     Manifest,
     OptimizerEntry,
     StateEntry,
 )
-from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
-from zero_infinity.checkpoint.plan import FilePlan, Kind, Place, Written, entries_of, plan_files
+from zero_infinity.checkpoint.meter import Meter, Progress
+from zero_infinity.checkpoint.piece_io import create, write_whole
+from zero_infinity.checkpoint.plan import FilePlan, Kind, Written, entries_of, plan_files
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import NAMES
-from zero_infinity.checkpoint.values import as_real, bytes_of, dtype_name
+from zero_infinity.checkpoint.values import as_real, dtype_name
+from zero_infinity.checkpoint.writing import Writing
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.runtime.engine import TrainingEngine
+from zero_infinity.runtime.pending import Pending
 from zero_infinity.runtime.record import MASTER
 from zero_infinity.runtime.unit import ManagedParameter
-from zero_infinity.runtime.update_rule import split_state
+from zero_infinity.runtime.update_rule import copy_scalars, split_state
 
 _MAX_PARTS_BYTES = 1 << 32
 
@@ -63,6 +64,7 @@ class Saving:
     def __init__(self, model: nn.Module, engine: TrainingEngine, *, with_optimizer: bool) -> None:
         self._model = model
         self._engine = engine
+        engine.host.finish()
         self._council = Council("zi.save", engine.ranks, engine.step_wire)
         with self._council.agreed("coming to rest"):
             engine.rest()
@@ -71,7 +73,8 @@ class Saving:
             # What is in memory as it is: buffers, parameters in no unit, and their states.
             self._values: dict[Key, torch.Tensor] = {(MODEL, n): as_real(t) for n, t in self._contents.plain.items()}
             self._kinds = self._find_kinds()
-        self._written: list[Written] = []
+        self._step = engine.num_steps
+        self._num_units = len(self._contents.units)
 
     # ------------------------------------------------------------------ what there is
 
@@ -107,14 +110,23 @@ class Saving:
 
     # ------------------------------------------------------------------ writing
 
-    def write(self, directory: Path, extra: Mapping[str, Any], keep: int | None) -> Path:
-        """Write it; returns the folder that it is in."""
+    def write(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any],
+        keep: int | None,
+        *,
+        background: bool = False,
+        progress: Progress | None = None,
+    ) -> Path:
+        """Write it; returns the folder that it is in. `background`: or will be in, when a thread has written it."""
         engine, council = self._engine, self._council
         with council.agreed("checks"):
-            if keep is not None and (not isinstance(keep, int) or keep < 1):
-                raise UsageError(f"keep={keep!r} would keep no checkpoint\n  fix:   keep=1 or more, or None for all")
+            self._check(keep, background=background)
             mine = rank_state.to_bytes(extra)
             files, places = plan_files(self._kinds)
+            self._files, self._places = files, places
+            self._manifest = self._make_manifest(files)
             plan = json.dumps([engine.num_steps, [[*key, kind.dtype, kind.shape] for key, kind in self._kinds.items()]])
         council.same("the names, shapes or states to save", plan, "the same model and steps on every rank")
         aside = None
@@ -125,22 +137,73 @@ class Saving:
                     for name, file in files.items():
                         create(aside.path / name, file.beginning, file.num_bytes)
             folder = directory / council.of_first("the folder", aside.path.name if aside is not None else "")
-            with council.agreed("writing"):
-                self._write_parts(folder, files, places, mine)
-            final = None
-            with council.agreed("naming it"):
-                if aside is not None:
-                    self._write_manifest(folder, files, places)
-                    final = aside.publish(engine.num_steps, keep)
-            return directory / council.of_first("its name", final.name if final is not None else "")
+            if background:
+                return self._begin(directory, folder, aside, mine, keep, progress)
+            with council.agreed("writing"), closing(self._open(folder, mine, progress)) as writing:
+                writing.write_now(self._blocks(), self._own_values())
+                self._end(folder, writing)
+            final = self._publish(council, folder, writing, aside, keep, None)
+            return directory / council.of_first("its name", final)
         except BaseException:
             if aside is not None:
                 aside.discard()
             raise
 
-    def _write_parts(
-        self, folder: Path, files: Mapping[str, FilePlan], places: Mapping[Key, Place], mine: bytes
+    def _check(self, keep: int | None, *, background: bool) -> None:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise UsageError(f"keep={keep!r} would keep no checkpoint\n  fix:   keep=1 or more, or None for all")
+        if background and self._engine.config.verify:
+            raise UsageError(
+                "background=True reads blocks past memory, where verify=True could not check them\n"
+                "  fix:   save in the foreground, or prepare the model without verify"
+            )
+
+    def _begin(
+        self,
+        directory: Path,
+        folder: Path,
+        aside: Aside | None,
+        mine: bytes,
+        keep: int | None,
+        progress: Progress | None,
+    ) -> Path:
+        """Keep this moment, and let a thread write it."""
+        council, host = self._council, self._engine.host
+        # All that the thread says to other ranks goes by a wire of its own.
+        if host.ranks is not None and host.save_wire is None:
+            host.save_wire = host.ranks.wire("checkpoints")
+        beside = Council("zi.save", host.ranks, host.save_wire)
+        name = council.of_first("its name", aside.next_name(self._engine.num_steps) if aside is not None else "")
+        writing = None
+        try:
+            with council.agreed("beginning"):
+                writing = self._open(folder, mine, progress)
+                blocks = list(self._blocks())
+                # Training reads parameters first, and updates states from the last layer to the first.
+                writing.start([*blocks[: self._num_units], *blocks[: self._num_units - 1 : -1]], self._own_values())
+            host.begin(Pending("zi.save", partial(self._go_on, beside, folder, writing, aside, keep, name)))
+        except BaseException:
+            if writing is not None:
+                writing.close()
+            raise
+        return directory / name
+
+    def _go_on(
+        self, council: Council, folder: Path, writing: Writing, aside: Aside | None, keep: int | None, name: str
     ) -> None:
+        """Runs beside training."""
+        try:
+            with council.agreed("writing"), closing(writing):
+                self._end(folder, writing)
+            self._publish(council, folder, writing, aside, keep, name)
+        except BaseException:
+            if aside is not None:
+                aside.discard()
+            raise
+
+    # ------------------------------------------------------------------ writing
+
+    def _open(self, folder: Path, mine: bytes, progress: Progress | None) -> Writing:
         rank = self._council.rank
         if not folder.is_dir():
             raise CheckpointError(
@@ -148,100 +211,72 @@ class Saving:
                 "  fix:   save to a file system that all machines share"
             )
         write_whole(folder / rank_state.file_of(rank), mine)
-        with ExitStack() as stack:
-            opened = {name: stack.enter_context(OpenFile(folder / name, writable=True)) for name in files}
-            with Crew(self._engine.placement.set_aside) as crew:
-                if self._engine.config.verify:
-                    for content in self._blocks():
-                        self._write_verified(content, crew, opened, places)
-                else:
-                    crew.run(
-                        job for content in self._blocks() for job in self._block_jobs(content, crew, opened, places)
-                    )
-                if rank == 0:
-                    crew.run(self._value_jobs(crew, opened, places))
-            for file in opened.values():
-                file.sync()
+        meter = Meter(progress)
+        writing = Writing(self._engine, rank, folder, self._files, self._places, meter)
+        if progress is not None:
+            meter.total = writing.num_bytes(self._blocks()) + sum(v.nbytes for v in self._own_values().values())
+        return writing
+
+    def _end(self, folder: Path, writing: Writing) -> None:
+        writing.finish()
+        rank = self._council.rank
         if rank:
-            parts = [[*part.key, part.start, part.num_bytes, part.crc32] for part in self._written]
+            parts = [[*part.key, part.start, part.num_bytes, part.crc32] for part in writing.written]
             write_whole(folder / _parts_file(rank), json.dumps({"parts": parts}).encode())
 
+    def _publish(
+        self, council: Council, folder: Path, writing: Writing, aside: Aside | None, keep: int | None, name: str | None
+    ) -> str:
+        with council.agreed("naming it"):
+            if aside is None:
+                return ""
+            self._write_manifest(folder, writing.written)
+            return aside.publish(self._step, keep, name).name
+
+    def _own_values(self) -> dict[Key, torch.Tensor]:
+        """What is in memory as it is, which the first rank writes."""
+        return self._values if self._council.rank == 0 else {}
+
     def _blocks(self) -> Iterator[BlockContent]:
+        """Of parameters, and then of states."""
         contents = self._contents
         slots = self._slots()
+        yield from map(contents.of_unit, contents.units)
         for unit in contents.units:
-            yield contents.of_unit(unit)
             if unit in contents.records:
                 yield from contents.of_record(contents.records[unit], slots)
 
-    def _write_verified(
-        self, content: BlockContent, crew: Crew, opened: Mapping[str, OpenFile], places: Mapping[Key, Place]
-    ) -> None:
-        """By way of memory, where the store checks what comes back from a drive."""
-        residency = self._engine.residency
-        residency.access(content.block)
-        residency.wait(content.block)
-        with residency.pinned(content.block):
-            crew.run(self._block_jobs(content, crew, opened, places))
-
-    def _block_jobs(
-        self, content: BlockContent, crew: Crew, opened: Mapping[str, OpenFile], places: Mapping[Key, Place]
-    ) -> Iterator[Job]:
-        store, rank, width = self._engine.store, self._council.rank, content.dtype.itemsize
-        for part in content.parts:
-            mine, begin = part.owner.spans[rank], first_element(part.owner)
-            first, last = max(part.start, begin + mine.start), min(part.stop, begin + mine.stop)
-            if part.is_derived or first >= last:
-                continue
-            place = places[part.key]
-            in_block = (part.at - part.start) * width  # what is to be added to a place in the tensor
-            for start, stop in cut(first * width, last * width, crew.room_bytes):
-
-                def peek(room: memoryview, start: int = start + in_block, stop: int = stop + in_block) -> memoryview:
-                    return store.peek(content.block, start, stop, room)
-
-                yield self._job(part.key, opened[place.file], place.start, start, peek)
-
-    def _value_jobs(self, crew: Crew, opened: Mapping[str, OpenFile], places: Mapping[Key, Place]) -> Iterator[Job]:
-        for key, value in self._values.items():
-            data = memoryview(bytes_of(value))
-            for start, stop in cut(0, len(data), crew.room_bytes):
-                place = places[key]
-                yield self._job(key, opened[place.file], place.start, start, partial(_in_memory, data[start:stop]))
-
-    def _job(self, key: Key, file: OpenFile, begin: int, start: int, read: Callable[[memoryview], memoryview]) -> Job:
-        def job(room: memoryview) -> None:
-            data = read(room)
-            file.write(begin + start, data)
-            self._written.append(Written(key, start, len(data), zlib.crc32(data)))
-
-        return job
-
     # ------------------------------------------------------------------ the manifest
 
-    def _write_manifest(self, folder: Path, files: Mapping[str, FilePlan], places: Mapping[Key, Place]) -> None:
-        ranks = range(self._council.num_ranks)
-        written = list(itertools.chain(self._written, *(_take_parts(folder, rank) for rank in ranks[1:])))
-        entries = entries_of(places, written)
-        own_files = {}
-        for rank in ranks:
-            data = read_bytes(folder / rank_state.file_of(rank), _MAX_PARTS_BYTES)
-            own_files[rank_state.file_of(rank)] = FileEntry(len(data), zlib.crc32(data))
+    def _make_manifest(self, files: Mapping[str, FilePlan]) -> Manifest:
+        """As far as it is known before anything is written, and of this moment."""
         scale = self._engine.loss_scale
-        manifest = Manifest(
-            step=self._engine.num_steps,
-            num_ranks=len(ranks),
+        return Manifest(
+            step=self._step,
+            num_ranks=self._council.num_ranks,
             model_class=type(self._model).__name__,
             model_config=hugging_face_files(self._model),
-            tensors={
-                section: {name: entry for (own, name), entry in entries.items() if own == section}
-                for section in (MODEL, OPTIMIZER)
-            },
+            tensors={},
             tied=self._contents.tied,
             optimizer=self._optimizer_entry(),
             loss_scale=scale.state_dict() if scale is not None else None,
-            files={**{name: file.entry for name, file in files.items()}, **own_files},
+            files={name: file.entry for name, file in files.items()},
         )
+
+    def _write_manifest(self, folder: Path, written: Sequence[Written]) -> None:
+        ranks = range(self._council.num_ranks)
+        entries = entries_of(
+            self._places, list(itertools.chain(written, *(_take_parts(folder, rank) for rank in ranks[1:])))
+        )
+        tensors = {
+            section: {name: entry for (own, name), entry in entries.items() if own == section}
+            for section in (MODEL, OPTIMIZER)
+        }
+        own_files = {}
+        for rank in ranks:
+            data = read_bytes(folder / rank_state.file_of(rank), _MAX_PARTS_BYTES)
+            own_files[rank_state.file_of(rank)] = FileEntry(len(data), crc32(data))
+        manifest = replace(self._manifest, tensors=tensors, files={**self._manifest.files, **own_files})
         write_whole(folder / MANIFEST, manifest.to_bytes())
 
     def _optimizer_entry(self) -> OptimizerEntry | None:
@@ -250,7 +285,7 @@ class Saving:
         optimizer, names = self._engine.user_optimizer, self._contents.names
         groups = tuple(
             GroupEntry(
-                {name: value for name, value in group.items() if name != "params"},
+                copy.deepcopy({name: value for name, value in group.items() if name != "params"}),
                 tuple(names[parameter][0] for parameter in group["params"]),
             )
             for group in optimizer.param_groups
@@ -258,22 +293,10 @@ class Saving:
         return OptimizerEntry(type(optimizer).__name__, groups, self._states)
 
 
-def cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes `start` to `stop` of a tensor where a checksum ends, and so that a piece has at most `most`."""
-    while start < stop:
-        end = min(stop, start + most, (start // PIECE_BYTES + 1) * PIECE_BYTES)
-        yield start, end
-        start = end
-
-
 def _kind(known: ManagedParameter, dtype: torch.dtype) -> Kind:
     order = order_of(known)
     shape = tuple(known.shape) if order is None else tuple(known.shape[number] for number in order)
     return Kind(NAMES[dtype], shape, order)
-
-
-def _in_memory(data: memoryview, _: memoryview) -> memoryview:
-    return data
 
 
 def _parts_file(rank: int) -> str:
@@ -283,8 +306,8 @@ def _parts_file(rank: int) -> str:
 def _take_parts(folder: Path, rank: int) -> Iterator[Written]:
     """What another rank says that it has written; it need not say so again."""
     path = folder / _parts_file(rank)
-    for section, name, start, num_bytes, crc32 in parse(read_bytes(path, _MAX_PARTS_BYTES), path)["parts"]:
-        yield Written((section, name), start, num_bytes, crc32)
+    for section, name, start, num_bytes, checksum in parse(read_bytes(path, _MAX_PARTS_BYTES), path)["parts"]:
+        yield Written((section, name), start, num_bytes, checksum)
     path.unlink()
 
 
@@ -297,8 +320,8 @@ def _states(contents: Contents, engine: TrainingEngine) -> dict[str, StateEntry]
             part = known.parts[0]  # tiles have the same scalars
             record = engine.records.get(part.unit)
             if record is not None and part in record.started:
-                states[names[0]] = StateEntry(record.started[part], dict(record.scalars[part]))
+                states[names[0]] = StateEntry(record.started[part], copy_scalars(record.scalars[part]))
         elif engine.user_optimizer.state.get(parameter):
             state = engine.user_optimizer.state[parameter]
-            states[names[0]] = StateEntry(tuple(state), split_state(state, parameter.shape)[1])
+            states[names[0]] = StateEntry(tuple(state), copy_scalars(split_state(state, parameter.shape)[1]))
     return states

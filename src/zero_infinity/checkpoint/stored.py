@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.tensor_file import DTYPES, num_bytes_of
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CheckpointError
 from zero_infinity.store.engine import ALIGNMENT
 
@@ -50,6 +50,11 @@ class StoredTensor:
         width = self.dtype.itemsize
         return range(first * width // PIECE_BYTES, -(-last * width // PIECE_BYTES)) if first < last else range(0)
 
+    def elements(self, number: int) -> range:
+        """Those of a piece."""
+        width = self.dtype.itemsize
+        return range(number * PIECE_BYTES // width, min((number + 1) * PIECE_BYTES, self.num_bytes) // width)
+
     def read_piece(self, number: int, room: memoryview, use: Use) -> None:
         """Read one piece through `room` (pages, two at least); raise when it is not what was written."""
         position = number * PIECE_BYTES
@@ -60,11 +65,23 @@ class StoredTensor:
         while position < end:
             memory = self.file.read(self.start + position, min(most, end - position), room)
             if self.crc32 is not None:
-                crc = zlib.crc32(memory, crc)
+                crc = crc32(memory, crc)
             use(torch.frombuffer(memory, dtype=self.dtype), position // width)
             position += len(memory)
+        self._check(number, crc)
+
+    def read_into(self, number: int, memory: memoryview) -> bool:
+        """Read one whole piece straight into its place; False where it has to go by `read_piece`."""
+        if not self.file.read_into(self.start + number * PIECE_BYTES, memory):
+            return False
+        self._check(number, crc32(memory) if self.crc32 is not None else 0)
+        return True
+
+    def _check(self, number: int, crc: int) -> None:
+        """Raise when that is not the checksum that a piece had."""
         if self.crc32 is not None and crc != self.crc32[number]:
             begin = self.start + number * PIECE_BYTES
+            end = min((number + 1) * PIECE_BYTES, self.num_bytes)
             raise CheckpointError(
                 f"{self.file.path} is damaged: bytes {begin:,} to {self.start + end:,}, of {self.name!r}, have the "
                 f"checksum {crc:#010x}, not {self.crc32[number]:#010x}\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class SaveOptions:
     every: int | None
     keep: int | None
     resume: bool
+    background: bool = False
 
 
 class Checkpoints:
@@ -56,6 +58,7 @@ class Checkpoints:
         self._settings = dict(settings)  # that a run has to have in common with the one that it continues
         self._progress = progress
         self._last: int | None = None  # the step that was saved last
+        self._begun: tuple[int, Path, float] | None = None  # a save that goes on beside training: its step, since when
 
     def resume(self) -> int:
         """Go on from the latest checkpoint, if that is wanted and there is one; returns the steps that were taken."""
@@ -63,7 +66,9 @@ class Checkpoints:
             return 0
         start = time.perf_counter()
         directory = self._options.directory
-        extra = api.load(directory, self._model, self._optimizer, extra={"schedule": self._schedule})
+        with self._progress.transfer("loading") as shown:
+            objects = {"schedule": self._schedule}
+            extra = api.load(directory, self._model, self._optimizer, extra=objects, progress=shown)
         self._check_settings(extra.get("settings", {}))
         self._batches.position = int(extra["position"])
         self._last = api.stats(self._model).num_steps
@@ -80,40 +85,71 @@ class Checkpoints:
 
     def after_step(self, step: int) -> None:
         """Save if it is time to."""
+        self._look()
         if self._options is not None and self._options.every is not None and step % self._options.every == 0:
-            self._save(step)
+            self._save(self._options, step, background=self._options.background)
 
     def at_end(self, step: int) -> None:
         """The last step was taken, or all ranks stop for a signal."""
         if self._options is not None and step != self._last:
-            self._save(step)
+            self._save(self._options, step, background=False)
+        elif self._begun is not None:
+            api.synchronize(self._model)
+        self._look()
 
-    def _save(self, step: int) -> None:
-        if self._options is None:
-            return
+    def _save(self, options: SaveOptions, step: int, *, background: bool) -> None:
+        if self._begun is not None:
+            api.synchronize(self._model)
+            self._look()
         start = time.perf_counter()
         extra = {"schedule": self._schedule, "position": self._batches.position, "settings": self._settings}
-        folder = api.save(self._options.directory, self._model, self._optimizer, extra=extra, keep=self._options.keep)
-        seconds = time.perf_counter() - start
-        num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        with nullcontext() if background else self._progress.transfer("saving") as shown:
+            folder = api.save(
+                options.directory,
+                self._model,
+                self._optimizer,
+                extra=extra,
+                keep=options.keep,
+                background=background,
+                progress=shown,
+            )
         self._last = step
-        self._progress.say(
-            f"saved step {step} as {folder}: {format_bytes(num_bytes)} in {seconds:.1f} s "
-            f"({num_bytes / seconds / 1e6:,.0f} MB/s)"
-        )
+        self._begun = (step, folder, start)
+        if background:
+            stopped = time.perf_counter() - start
+            self._progress.say(f"saving step {step} as {folder} while training goes on, after {stopped:.1f} s")
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        """Say that a save is over. If it has failed, the next one raises why, on all ranks at once."""
+        pending = api.engine_of(self._model).host.pending
+        if self._begun is None or (pending is not None and not pending.is_over):
+            return
+        (step, folder, start), self._begun = self._begun, None
+        if folder.exists():
+            seconds = time.perf_counter() - start
+            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+            self._progress.say(
+                f"saved step {step} as {folder}: {format_bytes(num_bytes)} in {seconds:.1f} s "
+                f"({num_bytes / seconds / 1e6:,.0f} MB/s)"
+            )
 
 
 def options_of(
-    save: Path | None, every: int | None, keep: int | None, ranks: Ranks, *, resume: bool
+    save: Path | None, every: int | None, keep: int | None, ranks: Ranks, *, resume: bool, background: bool
 ) -> SaveOptions | None:
     """The command's options, checked before anything is built."""
     if save is None:
-        given = [name for name, value in (("save-every", every), ("keep", keep), ("resume", resume)) if value]
+        options = {"save-every": every, "keep": keep, "resume": resume, "save-in-background": background}
+        given = [name for name, value in options.items() if value]
         if given:
             raise ConfigError(f"--{given[0]} needs --save DIR")
         return None
+    if background and every is None:
+        raise ConfigError("--save-in-background needs --save-every N: at the end there is no training to go on with")
     if not resume and has_checkpoint(save) and ranks.rank == 0:
         raise ConfigError(
             f"{save} has checkpoints of an earlier run\n  fix:   --resume to go on from the latest, or another folder"
         )
-    return SaveOptions(save, every, keep, resume)
+    return SaveOptions(save, every, keep, resume, background)

@@ -42,10 +42,12 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from zero_infinity.checkpoint.exporting import export_checkpoint
+    from zero_infinity.cli.progress import choose
 
     start = time.perf_counter()
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    num_bytes = export_checkpoint(args.checkpoint, args.directory, dtype=dtype)
+    with choose(as_json=args.json, every=1).transfer("exporting") as shown:
+        num_bytes = export_checkpoint(args.checkpoint, args.directory, dtype=dtype, progress=shown)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps({"directory": str(args.directory), "bytes": num_bytes, "seconds": seconds}))

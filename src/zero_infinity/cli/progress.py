@@ -6,8 +6,8 @@ Owns the look of a step. It does not know how its numbers come about.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -16,7 +16,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from zero_infinity.cli.transfers import Shown
 from zero_infinity.units import format_bytes, format_seconds
+
+# Between two looks at how far a save or a load has come: on a terminal, and as lines.
+_REFRESH_SECONDS = 0.1
+_LINE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,9 @@ class Progress(Protocol):
     def live(self) -> AbstractContextManager[object]:
         """Take the screen while steps are shown."""
 
+    def transfer(self, act: str) -> AbstractContextManager[Shown | None]:
+        """What to call while checkpoints are written or read, if that is shown."""
+
 
 class JsonProgress:
     """One JSON object a line for each step, and nothing else."""
@@ -84,6 +92,9 @@ class JsonProgress:
     def show(self, step: Step) -> None:
         print(json.dumps({"event": "step", **asdict(step)}), flush=True)
 
+    def transfer(self, act: str) -> AbstractContextManager[Shown | None]:  # noqa: ARG002
+        return nullcontext()
+
 
 class NoProgress:
     """Of several ranks the first shows what all do; the others show nothing."""
@@ -96,6 +107,9 @@ class NoProgress:
 
     def show(self, step: Step) -> None:
         pass
+
+    def transfer(self, act: str) -> AbstractContextManager[Shown | None]:  # noqa: ARG002
+        return nullcontext()
 
 
 class PlainProgress:
@@ -113,6 +127,9 @@ class PlainProgress:
     def show(self, step: Step) -> None:
         if _is_logged(step, self._every):
             self.say(step.line)
+
+    def transfer(self, act: str) -> AbstractContextManager[Shown | None]:
+        return nullcontext(Shown(act, _LINE_SECONDS, lambda transfer: self.say(transfer.line)))
 
 
 class TerminalProgress:
@@ -133,6 +150,12 @@ class TerminalProgress:
 
     def live(self) -> AbstractContextManager[object]:
         return self._live
+
+    @contextmanager
+    def transfer(self, act: str) -> Iterator[Shown | None]:
+        own = Live(console=self._console, auto_refresh=False, transient=True)
+        with nullcontext(self._live) if self._live.is_started else own as live:
+            yield Shown(act, _REFRESH_SECONDS, lambda transfer: live.update(transfer.display, refresh=True))
 
 
 def _display(step: Step) -> Group:

@@ -124,6 +124,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     saving.add_argument("--save", type=Path, metavar="DIR", help="save at the end, and when a signal stops the run")
     saving.add_argument("--save-every", type=_positive, metavar="N", help="and after every N steps")
     saving.add_argument("--keep", type=_positive, metavar="N", help="only the newest N checkpoints (default: all)")
+    saving.add_argument(
+        "--save-in-background", action="store_true", help="train on while what --save-every asks for is written"
+    )
     saving.add_argument("--resume", action="store_true", help="go on from the latest in --save DIR, if there is one")
 
     output = parser.add_argument_group("output")
@@ -141,7 +144,14 @@ def run(args: argparse.Namespace) -> int:
                 model = _model(args)
                 from zero_infinity.cli.checkpoints import options_of
 
-                save = options_of(args.save, args.save_every, args.keep, ranks, resume=args.resume)
+                save = options_of(
+                    args.save,
+                    args.save_every,
+                    args.keep,
+                    ranks,
+                    resume=args.resume,
+                    background=args.save_in_background,
+                )
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.training import train

@@ -714,19 +714,30 @@ class TrainingEngine:
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
             for group in self.user_optimizer.param_groups
         ]
-        states = {
-            number: self.keeper.read_state(self._managed[p]) if p in self._managed else self._unmanaged.state(p)
-            for p, number in numbers.items()
-        }
+        states = {number: self.state_of(p) for p, number in numbers.items()}
         return {"state": {n: state for n, state in states.items() if state is not None}, "param_groups": groups}
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """The optimizer's state of one parameter, in memory; None if it has none yet."""
+        managed = parked.managed(parameter)
+        return self.keeper.read_state(managed) if managed is not None else self._unmanaged.state(parameter)
+
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        managed = parked.managed(parameter)
+        if managed is None:
+            return self._unmanaged.state(parameter) is not None
+        record = self.records.get(managed.parts[0].unit)
+        return record is not None and managed.parts[0] in record.started
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take in the states of a plain optimizer's `state_dict()`."""
         self.settle()
         parameters = [p for group in self.user_optimizer.param_groups for p in group["params"]]
-        for number, state in state_dict["state"].items():
-            if parameters[number] in self._managed:
-                self.keeper.check_state(self._managed[parameters[number]], state)
+        # States are under what stands for a parameter in the groups: a number, or a name (dcp.get_state_dict).
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=False):  # the optimizer compares their numbers below
+            if key in state_dict["state"] and parameter in self._managed:
+                self.keeper.check_state(self._managed[parameter], state_dict["state"][key])
         self.user_optimizer.load_state_dict(state_dict)
         self.keeper.forget_states()
         self._take_states()

@@ -21,12 +21,14 @@ from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.runtime import parked
 from zero_infinity.runtime.dtensors import local_of
 from zero_infinity.runtime.exposure import Exposure
+from zero_infinity.runtime.pending import Pending
 from zero_infinity.runtime.recording import Recording
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.sources import HostSource, Source
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.shard.group import RankGroup
 from zero_infinity.shard.partition import ONE_RANK, Partition, Sharding
+from zero_infinity.shard.wire import Wire
 from zero_infinity.store.block import Home
 from zero_infinity.store.blocks import BlockStore
 from zero_infinity.store.buffers import BufferPool
@@ -68,6 +70,8 @@ class ParameterHost:
         self.exposure = HostedExposure(self)
         self.units: list[Unit] = []
         self.training: Training | None = None  # set when the model is prepared
+        self.pending: Pending | None = None  # a save that goes on beside training
+        self.save_wire: Wire | None = None  # of its thread, to other ranks
         self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
@@ -147,6 +151,19 @@ class ParameterHost:
         self.units.remove(unit)
         self.residency.expire(block)
         self.store.drop(block)
+
+    def begin(self, pending: Pending) -> None:
+        """Something goes on beside training: whoever needs it over calls `finish`; closing waits for it."""
+        self.pending = pending
+        self.closers.append(pending.end)
+
+    def finish(self) -> None:
+        """Wait until nothing goes on beside training; raise what it failed with."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            if pending.end in self.closers:
+                self.closers.remove(pending.end)
+            pending.wait()
 
     def close(self) -> None:
         """Give everything back at once."""

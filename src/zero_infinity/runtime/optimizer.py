@@ -6,7 +6,7 @@ submits what backward has not submitted yet and returns without waiting for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,29 @@ from zero_infinity.errors import UsageError
 from zero_infinity.runtime.engine import TrainingEngine
 
 
+class States(Mapping[torch.Tensor, dict[str, Any]]):
+    """What the plain optimizer's `state` would be, to read: tensors are copies."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._engine = engine
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self._engine.state_of(parameter)
+        if state is None:
+            raise KeyError(parameter)
+        return state
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, torch.Tensor) and self._engine.has_state(parameter)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        parameters = (p for group in self._engine.user_optimizer.param_groups for p in group["params"])
+        return filter(self._engine.has_state, parameters)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class StreamedOptimizer(Optimizer):
     """Updates parameters whose states live in blocks, by the class of the optimizer that it was made from."""
 
@@ -24,6 +47,18 @@ class StreamedOptimizer(Optimizer):
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._engine = engine
+
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """The states, each read when it is asked for.
+
+        torch.distributed.checkpoint takes a step with gradients of zero when an optimizer has none.
+        """
+        return States(self._engine)
+
+    @state.setter
+    def state(self, _: object) -> None:
+        """The base class sets an empty one when it is made."""
 
     @property
     def engine(self) -> TrainingEngine:

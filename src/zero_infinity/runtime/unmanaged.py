@@ -77,6 +77,6 @@ class UnmanagedParameters:
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
-    def state(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+    def state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """The optimizer's state of one of them; None if there is none."""
         return self._optimizer.state.get(parameter) if parameter in self._parameters else None

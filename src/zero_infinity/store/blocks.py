@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from zero_infinity.checksum import crc32
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, UsageError, ZeroInfinityError, again
 from zero_infinity.interrupts import through
 from zero_infinity.store.block import Block, Home, Residence, Turn, Use, Visit
@@ -41,6 +41,7 @@ from zero_infinity.store.buffers import Buffer, BufferPool
 from zero_infinity.store.engine import ALIGNMENT, Direction, Engine, Priority
 from zero_infinity.store.extents import Extents, round_up
 from zero_infinity.store.heap import HeapWatch
+from zero_infinity.store.memory import move_bytes
 from zero_infinity.trace import HOST, Trace
 from zero_infinity.units import format_bytes
 
@@ -82,6 +83,10 @@ class BlockStore:
         self._num_events = 0
         # Threads that use a block, and those that wait: one that is in both waits for room with a block in its hands.
         self._busy: Counter[int] = Counter()
+        # Blocks that nobody gets to use, in the order in which they are to be let go, and those somebody waits for.
+        self._guarded: dict[Block, None] = {}
+        self._not_begun: dict[Block, None] = {}
+        self._wanted: dict[Block, None] = {}
         self._waiting: Counter[int] = Counter()
         self._last_key = -1
         self._reads = self._writes = self._bytes_read = self._bytes_written = 0
@@ -181,6 +186,8 @@ class BlockStore:
     def ready(self, block: Block) -> bool:
         """Whether `wait` would return at once."""
         with self._changed:
+            if self._is_guarded(block):
+                return False
             if len(block.visits) != 1 or any(turn.use is Use.CHANGE for turn in block.turns):
                 return False
             return block.residence is Residence.PRESENT and not block.visits[0].evicting
@@ -270,7 +277,7 @@ class BlockStore:
                 self._end(block, turn, dirty=False)
 
     def peek(self, block: Block, start: int, stop: int, room: memoryview) -> memoryview:
-        """Copy bytes `start` to `stop` of the content into `room`, from memory or else from home; returns where.
+        """Bytes `start` to `stop` of the content, which are copied into `room` unless they are at home in memory.
 
         Nothing is fetched for it or leaves: what is in memory stays as it is. Only while nobody changes the block.
         `room` starts at a page and takes two pages more than the bytes: a home is read in whole pages. For any thread.
@@ -279,7 +286,10 @@ class BlockStore:
             self._check()
             self._check_content(block)
             if block.residence is Residence.PRESENT:
-                room[: stop - start] = self._present_buffer(block).view[start:stop]
+                here = self._present_buffer(block).view[start:stop]
+                if block.home is Home.RAM:
+                    return here
+                move_bytes(room[: stop - start], here)
                 return room[: stop - start]
             if self.engine is None or block.offset is None:
                 raise UsageError(f"block {block.name!r} is neither in memory nor at home")
@@ -307,6 +317,34 @@ class BlockStore:
         finally:
             with self._changed:
                 self._end(block, turn, dirty=written)
+
+    # ------------------------------------------------------------------ a moment that is kept
+
+    def guard(self, blocks: Iterable[Block]) -> None:
+        """From now on nobody but `peek` gets to see or to change these blocks (and no others) before `unguard`.
+
+        They move between memory and home as ever. Whoever guards them has to come to an end without anybody else.
+        """
+        with self._changed:
+            self._guarded = dict.fromkeys(blocks)
+            self._not_begun = dict(self._guarded)
+            self._wanted.clear()
+            self._notify()
+
+    def next_guarded(self) -> Block | None:
+        """One that was not asked for before: what somebody waits for, else in the order in which they were given."""
+        with self._changed:
+            block = next(iter(self._wanted or self._not_begun), None)
+            if block is not None:
+                self._wanted.pop(block, None)
+                del self._not_begun[block]
+            return block
+
+    def unguard(self, block: Block) -> None:
+        """Let it go."""
+        with self._changed:
+            self._guarded.pop(block, None)
+            self._notify()
 
     # ------------------------------------------------------------------ the end
 
@@ -385,7 +423,14 @@ class BlockStore:
         """The turn of the worker that comes next."""
         return next((turn for turn in block.turns if turn.use is use and not turn.claimed), None)
 
+    def _is_guarded(self, block: Block) -> bool:
+        if block in self._not_begun:
+            self._wanted[block] = None
+        return block in self._guarded
+
     def _may_use(self, block: Block, turn: Turn | None) -> bool:
+        if self._is_guarded(block):
+            return False
         if turn is None or block.residence is not Residence.PRESENT or block.visits[0] is not turn.visit:
             return False
         if turn.use is Use.CHANGE:
@@ -401,6 +446,8 @@ class BlockStore:
         turn = self._next_turn(block, Use.CHANGE)
         if turn is not None:
             return self._may_use(block, turn)
+        if self._is_guarded(block):
+            return False
         # The thread that decides about evictions needs no hold, but comes after all who have one.
         return block.residence is Residence.PRESENT and block.ticket is None and not block.turns
 
@@ -456,7 +503,7 @@ class BlockStore:
         block.dirty = False
         memory = buffer.view[: block.stored_bytes]
         if self._verify:
-            block.checksum = zlib.crc32(memory[: block.num_bytes])
+            block.checksum = crc32(memory[: block.num_bytes])
         self._writes += 1
         self._bytes_written += block.stored_bytes
         self._submit(block, Direction.WRITE, memory, priority, self._written)
@@ -523,7 +570,7 @@ class BlockStore:
     def _arrived(self, block: Block, error: BaseException | None) -> None:
         buffer = block.visits[0].buffer
         if error is None and self._verify and buffer is not None and block.checksum is not None:
-            found = zlib.crc32(buffer.view[: block.num_bytes])
+            found = crc32(buffer.view[: block.num_bytes])
             if found != block.checksum:
                 error = self._corruption(block, found)
         with self._changed:
@@ -610,7 +657,12 @@ class BlockStore:
     def _is_stuck(self, block: Block) -> bool:
         """Whether `block` waits for room and nothing that could give it some is under way."""
         queued = any(visit.residence is Residence.QUEUED for visit in block.visits)
-        return queued and not self._in_flight and all(thread in self._waiting for thread in self._busy)
+        return (
+            queued
+            and not self._in_flight
+            and not self._guarded
+            and all(thread in self._waiting for thread in self._busy)
+        )
 
     def _exhausted(self, block: Block) -> CapacityError:
         holders = sorted(self.pool.holders(), key=lambda h: -h[1])[:8]

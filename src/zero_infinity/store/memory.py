@@ -32,6 +32,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from zero_infinity.errors import CapacityError
@@ -61,6 +62,15 @@ _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of_memory.restype = ctypes.py_object
 _PYBUF_WRITE = 0x200
+
+
+def address_of(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def move_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy what may overlap, while other Python threads go on."""
+    ctypes.memmove(address_of(target), address_of(source), len(source))
 
 
 def round_up(num_bytes: int, multiple: int) -> int:

@@ -945,3 +945,111 @@ def test_there_is_nothing_to_look_at_before_the_first_write(bench: Callable[...,
     block = made.store.create("empty", PAGE, Home.NVME)
     with pytest.raises(UsageError, match="is read before anything was written to it"):
         made.store.peek(block, 0, 10, room(3 * PAGE))
+
+
+# ---------------------------------------------------------------------- guarded blocks
+
+
+def page_room() -> memoryview:
+    return memoryview(mmap.mmap(-1, 3 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+@pytest.mark.parametrize("use", ["wait", "read", "write", "changing", "hold", "reading", "claim"])
+def test_nobody_uses_a_guarded_block_before_it_is_let_go(use: str, bench: Callable[..., Bench]) -> None:
+    made = bench(4)
+    store, block = made.store, made.fetched("a", 1)
+    store.guard([block])
+    done = threading.Event()
+
+    def worker() -> None:
+        if use == "wait":
+            store.wait(block)
+        elif use == "read":
+            store.read(block)
+        elif use == "write":
+            store.write(block, filled(2))
+        elif use == "changing":
+            with store.changing(block) as memory:
+                memory.fill_(2)
+        elif use == "hold":
+            store.hold(block)
+            with store.changing(block) as memory:
+                memory.fill_(2)
+            store.unhold(block, dirty=True)
+        elif use == "reading":
+            store.hold_to_read(block)
+            with store.reading(block):
+                pass
+        else:
+            with store.in_turn(block, store.claim(block)) as memory:
+                memory.fill_(2)
+        done.set()
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    assert not done.wait(0.05)
+    assert not store.ready(block)
+    assert not store.changeable(block)
+    assert bytes(store.peek(block, 0, PAGE, page_room())) == bytes([1]) * PAGE
+    store.unguard(block)
+    thread.join(SECONDS)
+    assert done.is_set()
+
+
+def test_guarded_blocks_move_and_are_seen_wherever_they_are(bench: Callable[..., Bench]) -> None:
+    made = bench(2)
+    store = made.store
+    dirty, other = made.block("dirty"), made.block("other", 5)
+    store.write(dirty, filled(3))  # newer than its home
+    store.guard([dirty, other])
+    assert bytes(store.peek(dirty, 0, PAGE, page_room())) == bytes([3]) * PAGE
+    store.evict(dirty)
+    wait_until(lambda: not dirty.visits)
+    assert bytes(store.peek(dirty, 8, 16, page_room())) == bytes([3]) * 8
+    assert bytes(store.peek(other, 0, PAGE, page_room())) == bytes([5]) * PAGE
+    store.fetch(other)
+    wait_until(lambda: other.residence is Residence.PRESENT)
+    assert not store.ready(other)
+    assert bytes(store.peek(other, 0, PAGE, page_room())) == bytes([5]) * PAGE
+
+
+def test_what_somebody_waits_for_comes_first(bench: Callable[..., Bench]) -> None:
+    made = bench(8)
+    store = made.store
+    several = [made.fetched(name, 1) for name in "abcd"]
+    store.guard(several)
+    assert store.next_guarded() is several[0]
+    assert not store.ready(several[2])
+    assert not store.changeable(several[3])
+    assert not store.ready(several[0])  # it was given already
+    assert [store.next_guarded() for _ in range(4)] == [several[2], several[3], several[1], None]
+    store.guard(())
+    assert all(store.ready(block) for block in several)
+
+
+def test_a_wait_for_room_is_not_stuck_while_a_guard_is_to_go(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker has a block in its hands, and waits for another that is guarded; somebody waits for room."""
+    monkeypatch.setattr(blocks, "_STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(blocks, "_STUCK_WHILE_HELD_SECONDS", 0.3)
+    made = bench(2)
+    store = made.store
+    third, first, second = made.block("third", 3), made.fetched("first", 1), made.fetched("second", 2)
+    store.guard([second])
+    for block in (first, second):
+        store.hold(block)
+
+    def worker() -> None:
+        with store.changing(first), store.changing(second):
+            pass
+        for block in (first, second):
+            store.unhold(block, dirty=False)
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    store.evict(first)
+    store.fetch(third)
+    threading.Timer(0.8, store.unguard, (second,)).start()
+    store.wait(third)
+    thread.join(SECONDS)
