@@ -72,6 +72,11 @@ class Comparison:
         return figures.read, figures.written, figures.sent, figures.uploaded
 
     @property
+    def byte_verdict(self) -> str:
+        planned, measured = (sum(self.moved(figures)) for figures in (self.predicted, self.measured))
+        return "exact" if self.bytes_are_exact else f"{planned / max(1, measured) - 1:+.2%}"
+
+    @property
     def held_error(self) -> float:
         return self.predicted.held / self.measured.held - 1
 
@@ -104,7 +109,10 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"running: {configuration.name}", style="dim")
         calibration, measured = measure(configuration, directory)
         predicted = predict(configuration, calibration, block)
-        results.append(Comparison(configuration, predicted, measured, calibration.plain_seconds))
+        result = Comparison(configuration, predicted, measured, calibration.plain_seconds)
+        results.append(result)
+        times = f"{format_seconds(predicted.seconds)} planned, {format_seconds(measured.seconds)} measured"
+        console.print(f"  {times}, {result.time_error:+.0%}; bytes {result.byte_verdict}", style="dim")
     if args.json:
         print(json.dumps(_as_json(results, block), indent=2))
     else:
@@ -206,7 +214,7 @@ def _print(console: Console, results: list[Comparison], block: float) -> None:
             format_bytes(measured.read + measured.written),
             format_bytes(measured.sent),
             format_bytes(measured.uploaded),
-            "exact" if result.bytes_are_exact else f"{_byte_error(result):+.2%}",
+            result.byte_verdict,
             f"{result.held_error:+.1%}",
             format_seconds(result.plain_seconds),
             format_seconds(result.predicted.seconds),
@@ -222,11 +230,6 @@ def _print(console: Console, results: list[Comparison], block: float) -> None:
         f"bytes exact in {exact} of {len(results)}; held within {held:.1%}; time off by {median:.0%} "
         f"(median), {max(errors):.0%} at most; the engine takes {1e3 * block:.2f} ms of CPU a block"
     )
-
-
-def _byte_error(result: Comparison) -> float:
-    planned, measured = (sum(result.moved(figures)) for figures in (result.predicted, result.measured))
-    return planned / max(1, measured) - 1
 
 
 def _as_json(results: list[Comparison], block: float) -> dict[str, object]:

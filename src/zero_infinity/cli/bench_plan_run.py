@@ -22,7 +22,7 @@ from zero_infinity.plan.simulator import WARM_UP_STEPS
 from zero_infinity.workload.presets import Shape
 
 _STATE_BYTES = 12  # a parameter in float32: value, momentum, variance
-_NUM_ROUNDS = 3
+_NUM_ROUNDS = 2
 _DRIVE_BYTES = 256 << 20
 _LINK_BYTES = 2 << 20
 _LINK_ROUNDS = 24

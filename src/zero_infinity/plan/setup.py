@@ -151,27 +151,34 @@ def _with_homes(
     num_ranks = num_devices * job.num_nodes
     device_cache = _device_cache(model, hardware, job, homes, num_ranks, working, checkpoints)
     memory = _host_memory(hardware, job, homes, num_devices, working, checkpoints)
-    if device_cache is not None and job.placement is Placement.PAPER:
-        model = model.tiled(max(1, int(device_cache * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter))
+    is_paper = job.placement is Placement.PAPER and device_cache is not None
+    most = max(1, int((device_cache or 0) * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter) if is_paper else None
+    part, scale = _sliced(model, most)
+    if most is not None:
+        part = part.tiled(most)
     try:
-        division = _divide(model, hardware, job, memory, device_cache, homes, divide)
+        division = _divide(part, scale, hardware, job, memory, device_cache, homes, divide)
     except CapacityError:
         tile_bytes = int(min(memory, device_cache or memory) * TILE_SHARE)
-        tiled = model.tiled_by_rows(tile_bytes // (job.states.parameter + job.states.gradient))
-        if tiled is model:
+        most = max(1, tile_bytes // (job.states.parameter + job.states.gradient))
+        whole, scale = _sliced(model, most)
+        part = whole.tiled_by_rows(most)
+        if part is whole:
             raise
-        model = tiled
-        division = _divide(model, hardware, job, memory, device_cache, homes, divide)
+        division = _divide(part, scale, hardware, job, memory, device_cache, homes, divide)
     if division.copies:
         device_cache = division.copies
-    scale = 1.0
-    if len(model.units) > MAX_UNITS:
-        num_blocks = max(1, model.num_blocks * MAX_UNITS // len(model.units))
-        scale = model.num_blocks / num_blocks
-        model = model.sliced(num_blocks)
-        division = replace(division, cache=int(division.cache / scale), lookahead=int(division.lookahead / scale))
-    units = _unit_bytes(model, hardware, job)
-    return Setup(model, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
+    units = _unit_bytes(part, hardware, job)
+    return Setup(part, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
+
+
+def _sliced(model: Model, most: int | None) -> tuple[Model, float]:
+    """Of a model with too many units (of at most so many parameters each) a part of its blocks; how many such parts."""
+    num_units = sum(1 if most is None else -(-size // most) for size in model.units.values())
+    if num_units <= MAX_UNITS:
+        return model, 1.0
+    num_blocks = max(1, model.num_blocks * MAX_UNITS // num_units)
+    return model.sliced(num_blocks), model.num_blocks / num_blocks
 
 
 def _unit_bytes(model: Model, hardware: Hardware, job: Job) -> dict[str, UnitBytes]:
@@ -274,9 +281,19 @@ def _host_memory(hardware: Hardware, job: Job, homes: Homes, num_devices: int, w
 
 
 def _divide(
-    model: Model, hardware: Hardware, job: Job, memory: int, device_cache: int | None, homes: Homes, divide: Divide
+    model: Model,
+    scale: float,
+    hardware: Hardware,
+    job: Job,
+    memory: int,
+    device_cache: int | None,
+    homes: Homes,
+    divide: Divide,
 ) -> Division:
-    """The engine divides what streams through the host; what lives there is taken off first."""
+    """The engine divides what streams through the host; what lives there is taken off first.
+
+    `model` is one of `scale` slices that are alike; the cache is one slice's.
+    """
     units = _unit_bytes(model, hardware, job)
     num_ranks = (job.devices_per_node or hardware.devices_per_node) * job.num_nodes
     largest = max(units.values(), key=lambda unit: unit.num_elements)
@@ -306,10 +323,22 @@ def _divide(
     if streams:
         living += sum(unit.parameters for unit in units.values()) if homes.parameters.kind is TierKind.HOST else 0
         living += sum(unit.record for unit in units.values()) if homes.optimizer.kind is TierKind.HOST else 0
+    living = int(scale * living)
     if living >= memory:
         raise CapacityError(
             f"what lives in host memory takes {format_bytes(living)} a rank, but its memory is {format_bytes(memory)}\n"
             "  fix:   more memory, or a slower tier for it"
         )
     division = divide(moving, memory - living, streams, num_ranks)
+    if scale > 1:
+        # What stays in memory, and what is cached, is a matter of all slices; what is in use at once is not.
+        try:
+            one = divide(moving, int((memory - living) / scale), streams, num_ranks)
+        except CapacityError:
+            raise CapacityError(
+                f"the states and what one operator needs take more than the {format_bytes(memory)} of host memory that "
+                "a rank has\n  fix:   more memory, more nodes, or a slower tier"
+            ) from None
+        resident = int(scale * one.resident)
+        division = replace(one, resident=resident, set_aside=division.set_aside, chunk_bytes=division.chunk_bytes)
     return replace(division, resident=division.resident + living)
