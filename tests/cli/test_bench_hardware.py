@@ -9,7 +9,7 @@ from zero_infinity.cli import bench_hardware
 from zero_infinity.cli.main import main
 from zero_infinity.plan import hardware
 
-FIGURES = bench_hardware.Figures(1e11, 2e10, 3e10, 4e9, 3e9, 1e-4, 8 * 2**30, 10**11, 4)
+FIGURES = bench_hardware.Figures(1e11, 2e10, 3e10, 4e9, 3e9, 1e-4, 1e-10, 2e-4, 8 * 2**30, 10**11, 4)
 
 
 def test_this_machine_becomes_a_profile_that_plan_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +33,7 @@ def test_the_profile_s_text() -> None:
     assert (mine.flops, mine.update_rate, mine.host.capacity) == (1e11, 2e10, 8 * 2**30)
     drive = mine.storage[0]
     assert (drive.capacity, drive.read, drive.write, drive.latency) == (10**11, 4e9, 3e9, 1e-4)
+    assert (drive.cpu_seconds_per_byte, mine.block_cpu_seconds) == (1e-10, 2e-4)
 
 
 def test_printed_as_json_or_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from zero_infinity.cli import bench_plan
+from zero_infinity.cli.bench_plan_run import Configuration
 from zero_infinity.cli.main import main
 from zero_infinity.workload.presets import Shape
 
@@ -15,31 +16,35 @@ TINY = Shape(layers=4, hidden=192, heads=4, seq=32)  # 21 MiB of states
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     configurations = (
-        bench_plan.Configuration("tiny, RAM", TINY, 1, None),
-        bench_plan.Configuration("tiny, all fits", TINY, 1, 2.0),
-        bench_plan.Configuration("tiny, 1/2", TINY, 1, 1 / 2),
+        Configuration("tiny, RAM", TINY, 1, None, steps_a_round=1),
+        Configuration("tiny, all fits", TINY, 1, 2.0, steps_a_round=1),
+        Configuration("tiny, 1/2", TINY, 1, 1 / 2, steps_a_round=1),
+        Configuration("tiny, drive", TINY, 1, 1 / 4, drive_rate=2e8, steps_a_round=1),
+        Configuration("tiny, device", TINY, 1, None, device_rate=5e8, steps_a_round=1),
+        Configuration("tiny, ranks", TINY, 1, 1 / 2, num_ranks=2, steps_a_round=1),
     )
     monkeypatch.setattr(bench_plan, "CONFIGURATIONS", configurations)
     monkeypatch.setattr(bench_plan, "_DRIVE_BYTES", 32 << 20)
-    monkeypatch.setattr(bench_plan, "_STEPS_A_ROUND", 1)
 
 
 @pytest.mark.long
 def test_bytes_are_exact_and_held_is_close(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "plan", str(tmp_path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert len(result["comparisons"]) == 3
+    assert len(result["comparisons"]) == 6
     for comparison in result["comparisons"]:
         assert comparison["bytes_are_exact"], comparison
         assert abs(comparison["held_error"]) < 0.03, comparison
         assert comparison["predicted"]["seconds"] > 0
     assert result["comparisons"][2]["measured"]["read"] > 0
+    assert result["comparisons"][4]["measured"]["uploaded"] > 0
+    assert result["comparisons"][5]["measured"]["sent"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_table(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["bench", "plan", str(tmp_path), "--only", "1/2"]) == 0
+    assert main(["bench", "plan", str(tmp_path), "--only", "tiny, 1/2"]) == 0
     assert "bytes exact in 1 of 1" in capsys.readouterr().out
 
 

@@ -85,7 +85,7 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["--model", "zi-1t", "--hardware", "rtx4090"], 1, "works: --nodes 8"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
-        (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "20MiB"], 1, "works: no --memory"),
+        (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "500KiB"], 1, "works: no --memory"),
         (["--model", "gpt5", "--hardware", "laptop"], 2, "there is no model 'gpt5'"),
         (["--model", "gpt3-13b", "--hardware", "labtop"], 2, "did you mean 'laptop'?"),
         (["--model", "gpt3-13b", "--layers", "3", "--hardware", "laptop"], 2, "--model has its own shape"),

@@ -11,6 +11,8 @@ from torch import nn
 import zero_infinity as zi
 from zero_infinity.api import engine_of
 from zero_infinity.runtime import placement
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
 
 
 def small_blocks() -> None:
@@ -220,6 +222,30 @@ def leave_out_a_layer(rank: int, stage: int, left_out: int) -> None:
     for step in range(3):
         model(batch(step, rank, width=24)).square().mean().backward()
         optimizer.step()
+
+
+def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) -> tuple[int, int, int, int]:
+    """Bytes of the last step: read, written, sent; and the most that was held."""
+    torch.manual_seed(0)
+    model = ByteGPT(shape)
+    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), zi.Config(**settings))
+    tokens = torch.randint(0, 256, (1, shape.seq))
+    before = after = zi.stats(model)
+    for _ in range(num_steps):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zi.synchronize(model)
+        before, after = after, zi.stats(model)
+        while (now := zi.stats(model)) != after or not _has_rested(model, now):
+            after = now  # units are gathered for the next step
+    sent = sum(after.sent_bytes.values()) - sum(before.sent_bytes.values())
+    return after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written, sent, after.memory_peak
+
+
+def _has_rested(model: nn.Module, before: zi.Stats) -> bool:
+    time.sleep(0.1)
+    return zi.stats(model).sent_bytes == before.sent_bytes
 
 
 def count(rank: int, num_ranks: int, depth: int, every: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from zero_infinity.machine import host_memory
 from zero_infinity.plan import hardware
 from zero_infinity.store.files import FileDevice
 from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
-from zero_infinity.store.speed import Workload, measure, scratch_memory
+from zero_infinity.store.speed import Speed, Workload, measure, scratch_memory
 from zero_infinity.units import format_rate, parse_bytes
 
 _MIB = 1 << 20
@@ -48,6 +48,8 @@ class Figures:
     drive_read: float
     drive_write: float
     drive_latency: float
+    drive_cpu: float  # seconds a byte
+    block_cpu: float  # seconds a block, of the engine's own work
     memory: int
     drive_space: int
     num_cores: int
@@ -90,41 +92,62 @@ def run(args: argparse.Namespace) -> int:
 
 
 def take_figures(directories: list[str], num_bytes: int) -> Figures:
-    read, write, latency = measure_drive(directories, num_bytes)
+    drive = measure_drive(directories, num_bytes)
     import torch
+
+    from zero_infinity.cli.engine_cost import block_cpu_seconds
 
     return Figures(
         flops=_flops(torch),
         update_rate=_update_rate(torch),
-        copy_rate=_copy_rate(torch),
-        drive_read=read,
-        drive_write=write,
-        drive_latency=latency,
+        copy_rate=copy_rate(torch),
+        drive_read=drive.read,
+        drive_write=drive.write,
+        drive_latency=drive.latency,
+        drive_cpu=drive.cpu_seconds_per_byte,
+        block_cpu=block_cpu_seconds(directories[0], drive.cpu_seconds_per_byte),
         memory=host_memory().total,
         drive_space=sum(shutil.disk_usage(directory).free for directory in directories),
         num_cores=len(os.sched_getaffinity(0)),
     )
 
 
-def measure_drive(directories: list[str], num_bytes: int) -> tuple[float, float, float]:
-    """Read and write bandwidth of swap space as the engine uses it, and the latency of one small read."""
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """Swap space as the engine uses it: bytes a second, seconds of one small read, CPU seconds a byte."""
+
+    read: float
+    write: float
+    latency: float
+    cpu_seconds_per_byte: float
+
+
+def measure_drive(directories: list[str], num_bytes: int) -> Drive:
     memory = memoryview(scratch_memory(_SCRATCH_BYTES))
 
-    def speed(workload: Workload, request_bytes: int, amount: int, num_threads: int) -> float:
+    def speed(workload: Workload, request_bytes: int, amount: int, num_threads: int) -> Speed:
         device = FileDevice(directories)
         device.extend(num_bytes)
         engine = QueuedEngine(device, num_threads, request_bytes)
         try:
             # Only what was written can be read from the drive.
             measure(engine, memory, Workload.WRITE, request_bytes, amount)
-            return measure(engine, memory, workload, request_bytes, amount).bytes_per_second
+            return measure(engine, memory, workload, request_bytes, amount)
         finally:
             engine.close()
 
-    write = max(speed(Workload.WRITE, REQUEST_BYTES, num_bytes, NUM_THREADS) for _ in range(2))
-    read = max(speed(Workload.READ, REQUEST_BYTES, num_bytes, NUM_THREADS) for _ in range(2))
+    def best(workload: Workload) -> Speed:
+        speeds = [speed(workload, REQUEST_BYTES, num_bytes, NUM_THREADS) for _ in range(2)]
+        return max(speeds, key=lambda one: one.bytes_per_second)
+
+    read, write = best(Workload.READ), best(Workload.WRITE)
     small = 4096
-    return read, write, small / speed(Workload.READ, small, 64 * small, 1)
+    return Drive(
+        read.bytes_per_second,
+        write.bytes_per_second,
+        small / speed(Workload.READ, small, 64 * small, 1).bytes_per_second,
+        max(one.cores / one.bytes_per_second for one in (read, write)),
+    )
 
 
 def _best_seconds(action: Callable[[], object]) -> float:
@@ -143,7 +166,7 @@ def _flops(torch: ModuleType) -> float:
     return 2 * float(_MATMUL_SIZE**3) / _best_seconds(lambda: torch.mm(matrix, matrix, out=out))
 
 
-def _copy_rate(torch: ModuleType) -> float:
+def copy_rate(torch: ModuleType) -> float:
     """Bytes a second, read and written together."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -174,6 +197,7 @@ description = "{figures.num_cores} cores, measured {date}; the CPU computes"
 devices_per_node = {{ value = 1, source = "definition" }}
 flops = {figure(figures.flops, f"float32 matmul of {_MATMUL_SIZE} x {_MATMUL_SIZE}; small layers get less")}
 update_rate = {figure(figures.update_rate, "fused AdamW in float32, bytes read and written")}
+block_cpu_seconds = {figure(figures.block_cpu, "the engine's own work on a block, in steps of a small model")}
 
 [[tiers]]
 name = "RAM"
@@ -188,6 +212,7 @@ capacity = {size(figures.drive_space, "free space")}
 read = {figure(figures.drive_read, "the engine's own transfers")}
 write = {figure(figures.drive_write, "the engine's own transfers")}
 latency = {figure(figures.drive_latency, "reads of 4 KiB, one at a time")}
+cpu_seconds_per_byte = {figure(figures.drive_cpu, "of this process while it transferred")}
 """
 
 

@@ -1,17 +1,19 @@
 """`zero-infinity bench plan`: the planner against runs on this machine: bytes moved, bytes held, time of a step.
 
-Each configuration trains a small model within a budget. In turn with its steps the same model takes steps in plain
-PyTorch: how fast this machine computes and updates at the moment is what the prediction is told, together with the
-drive's speed. How the engine spends its budget, what it reads and writes and what it waits for is predicted.
+Each configuration trains a model within a budget, on one rank or two (`cli.bench_plan_run`). In turn with its steps the
+same model takes steps in plain PyTorch: how long its modules take at the moment is what the prediction is told,
+together with the speed of the drive and of the link, and what the engine spends on a block (`cli.engine_cost`, measured
+once, on another model). How the engine spends its budget, what it moves and what it waits for is predicted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import tempfile
-import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,83 +21,60 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_infinity.cli.bench_hardware import measure_drive
+from zero_infinity.cli.bench_plan_run import Calibration, Configuration, Figures, run_rank
+from zero_infinity.cli.engine_cost import block_cpu_seconds
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
-from zero_infinity.plan.simulator import WARM_UP_STEPS
+from zero_infinity.trace import RANKS
 from zero_infinity.units import format_bytes, format_seconds
 from zero_infinity.workload.presets import Shape
 
-_NUM_ROUNDS = 2
-_STEPS_A_ROUND = 4
 _DRIVE_BYTES = 128 << 20
-_STATE_BYTES = 12  # a parameter in float32: value, momentum, variance
+_MB = 1e6
 _EPILOG = "example: zero-infinity bench plan /mnt/nvme"
 
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """What is trained, and in how much memory: a part of its states, or None for RAM without a drive."""
-
-    name: str
-    shape: Shape
-    batch: int
-    part: float | None
-    early: bool = True
-
-    @property
-    def memory(self) -> int:
-        states = _STATE_BYTES * self.shape.num_parameters
-        return int(states * self.part) if self.part is not None else 2 * states
-
-
-_WIDE = Shape(layers=4, hidden=512, heads=8, seq=128)  # 13M parameters, 149 MiB of states
-_DEEP = Shape(layers=12, hidden=256, heads=4, seq=128)  # 10M parameters, 109 MiB of states
+_WIDE = Shape(layers=4, hidden=1024, heads=16, seq=256)  # 51M parameters, 583 MiB of states
+_DEEP = Shape(layers=12, hidden=512, heads=8, seq=256)  # 38M parameters, 438 MiB of states
 CONFIGURATIONS = (
-    Configuration("wide, RAM", _WIDE, 4, None),
-    Configuration("wide, all fits", _WIDE, 4, 2.0),
-    Configuration("wide, 1/2", _WIDE, 4, 1 / 2),
-    Configuration("wide, 1/4", _WIDE, 4, 1 / 4),
-    Configuration("wide, 1/2, after backward", _WIDE, 4, 1 / 2, early=False),
-    Configuration("wide, 1/4, after backward", _WIDE, 4, 1 / 4, early=False),
-    Configuration("wide, 1/4, one sequence", _WIDE, 1, 1 / 4),
-    Configuration("wide, 1/2, one sequence", _WIDE, 1, 1 / 2),
-    Configuration("deep, 1/2", _DEEP, 4, 1 / 2),
-    Configuration("deep, 1/4", _DEEP, 4, 1 / 4),
-    Configuration("deep, 1/8", _DEEP, 4, 1 / 8),
-    Configuration("deep, 1/8, after backward", _DEEP, 4, 1 / 8, early=False),
+    Configuration("wide, RAM", _WIDE, 2, None),
+    Configuration("wide, all fits", _WIDE, 2, 2.0),
+    Configuration("wide, 1/2", _WIDE, 2, 1 / 2),
+    Configuration("wide, 1/4", _WIDE, 2, 1 / 4),
+    Configuration("wide, 1/8", _WIDE, 2, 1 / 8),
+    Configuration("wide, 1/4, after backward", _WIDE, 2, 1 / 4, early=False),
+    Configuration("wide, 1/4, six sequences", _WIDE, 6, 1 / 4, steps_a_round=2),
+    Configuration("deep, 1/2", _DEEP, 2, 1 / 2),
+    Configuration("deep, 1/8", _DEEP, 2, 1 / 8),
+    Configuration("deep, 1/4, after backward", _DEEP, 2, 1 / 4, early=False),
+    Configuration("wide, 1/2, drive of 500 MB/s", _WIDE, 2, 1 / 2, drive_rate=500 * _MB, steps_a_round=2),
+    Configuration("deep, 1/4, drive of 250 MB/s", _DEEP, 2, 1 / 4, drive_rate=250 * _MB, steps_a_round=2),
+    Configuration("deep, device behind 500 MB/s", _DEEP, 2, None, device_rate=500 * _MB, steps_a_round=2),
+    Configuration("deep, RAM, 2 ranks", _DEEP, 1, None, num_ranks=2),
+    Configuration("deep, 1/2, 2 ranks", _DEEP, 1, 1 / 2, num_ranks=2),
+    Configuration("wide, 1/4, 2 ranks", _WIDE, 1, 1 / 4, num_ranks=2),
+    Configuration("deep, 1/2, 2 ranks, drives of 200 MB/s", _DEEP, 1, 1 / 2, num_ranks=2, drive_rate=200 * _MB),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """What plain PyTorch and the drive did in turn with the run."""
-
-    compute_seconds: float
-    update_seconds: float
-    drive_read: float
-    drive_write: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one step, predicted or measured."""
-
-    seconds: float
-    read: int
-    written: int
-    held: int
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    name: str
-    memory: int
+    configuration: Configuration
     predicted: Figures
     measured: Figures
+    plain_seconds: float
 
     @property
     def bytes_are_exact(self) -> bool:
-        return (self.predicted.read, self.predicted.written) == (self.measured.read, self.measured.written)
+        return self.moved(self.predicted) == self.moved(self.measured)
+
+    @staticmethod
+    def moved(figures: Figures) -> tuple[int, int, int, int]:
+        return figures.read, figures.written, figures.sent, figures.uploaded
+
+    @property
+    def byte_verdict(self) -> str:
+        planned, measured = (sum(self.moved(figures)) for figures in (self.predicted, self.measured))
+        return "exact" if self.bytes_are_exact else f"{planned / max(1, measured) - 1:+.2%}"
 
     @property
     def held_error(self) -> float:
@@ -117,27 +96,46 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     chosen = [configuration for configuration in CONFIGURATIONS if args.only in configuration.name]
     if not chosen:
-        names = ", ".join(configuration.name for configuration in CONFIGURATIONS)
+        names = "; ".join(configuration.name for configuration in CONFIGURATIONS)
         raise ConfigError(f"--only {args.only!r} is in no configuration's name; there are: {names}")
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory} is not a directory")
+    directory: Path = args.directory.absolute()
+    drive = measure_drive([str(directory)], _DRIVE_BYTES)
+    block = block_cpu_seconds(str(directory), drive.cpu_seconds_per_byte)
     results: list[Comparison] = []
     console = Console(stderr=True)
     for configuration in chosen:
         console.print(f"running: {configuration.name}", style="dim")
-        calibration, measured = measure(configuration, args.directory)
-        results.append(
-            Comparison(configuration.name, configuration.memory, predict(configuration, calibration), measured)
-        )
+        calibration, measured = measure(configuration, directory)
+        predicted = predict(configuration, calibration, block)
+        result = Comparison(configuration, predicted, measured, calibration.plain_seconds)
+        results.append(result)
+        times = f"{format_seconds(predicted.seconds)} planned, {format_seconds(measured.seconds)} measured"
+        console.print(f"  {times}, {result.time_error:+.0%}; bytes {result.byte_verdict}", style="dim")
     if args.json:
-        print(json.dumps(_as_json(results), indent=2))
+        print(json.dumps(_as_json(results, block), indent=2))
     else:
-        _print(Console(), results)
+        _print(Console(), results, block)
     return 0
 
 
-def predict(configuration: Configuration, calibration: Calibration) -> Figures:
-    """What the planner says, given how fast plain PyTorch and the drive were."""
+def measure(configuration: Configuration, directory: Path) -> tuple[Calibration, Figures]:
+    """Run it; what the first rank says."""
+    context = multiprocessing.get_context("spawn")
+    num_ranks = configuration.num_ranks
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(num_ranks, mp_context=context) as pool,
+    ):
+        arguments = (configuration, directory, str(Path(scratch) / "store"))
+        ranks = [pool.submit(run_rank, rank, *arguments) for rank in range(num_ranks)]
+        first, *_ = [rank.result() for rank in ranks]
+        return first
+
+
+def predict(configuration: Configuration, calibration: Calibration, block: float) -> Figures:
+    """What the planner says, given how fast plain PyTorch, the drive and the link were."""
     import torch
 
     from zero_infinity.cli.division import divide
@@ -148,136 +146,102 @@ def predict(configuration: Configuration, calibration: Calibration) -> Figures:
     from zero_infinity.plan.simulator import simulate
     from zero_infinity.workload.model import ByteGPT
 
-    shape = configuration.shape
+    shape, num_ranks, drive = configuration.shape, configuration.num_ranks, calibration.drive
     with torch.device("meta"):
         tokens = torch.zeros(configuration.batch, shape.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
         model = modules.describe(
             ByteGPT(shape), inputs, batch=configuration.batch, seq=shape.seq, name=configuration.name, dtype_bytes=4
         )
-    flops = 3 * model.forward_flops(configuration.batch * shape.seq)
-    ram = Tier("RAM", TierKind.HOST, host_memory().total, 1e10, 1e10, 1e10, 0.0)
-    read, write = calibration.drive_read, calibration.drive_write
-    drive = Tier("NVMe", TierKind.STORAGE, 1 << 50, read, write, max(read, write), 0.0)
+    # The emulated accelerator copies the bytes, and then waits as long as its link would take.
+    link = 1 / (1 / configuration.device_rate + 2 / calibration.copy_rate) if configuration.device_rate else 1e10
+    tiers = [Tier("RAM", TierKind.HOST, host_memory().total, link, link, link, 0.0)]
+    if configuration.device_memory is not None:
+        tiers.insert(0, Tier("device", TierKind.DEVICE, 1 << 50, 1e12, 1e12, 1e12, 0.0))
+    if configuration.part is not None:
+        limit = configuration.drive_rate or drive.read
+        read, write = min(num_ranks * limit, drive.read), min(num_ranks * limit, drive.write)
+        cpu = drive.cpu_seconds_per_byte
+        tiers.append(
+            Tier("NVMe", TierKind.STORAGE, 1 << 50, read, write, limit, drive.latency, cpu_seconds_per_byte=cpu)
+        )
     hardware = Hardware(
         name="this machine",
         description="",
-        devices_per_node=1,
-        flops=flops / calibration.compute_seconds,
-        node_link=float("inf"),
-        cluster_link=float("inf"),
+        devices_per_node=num_ranks,
+        flops=1.0,  # modules are timed
+        node_link=calibration.link_rate,
+        cluster_link=calibration.link_rate,
         link_latency=0.0,
-        update_rate=SINGLE.update * shape.num_parameters / calibration.update_seconds,
-        tiers=(ram,) if configuration.part is None else (ram, drive),
+        update_rate=SINGLE.update * shape.num_parameters / calibration.update_seconds * num_ranks,
+        tiers=tuple(tiers),
         sources={},
+        link_cpu_seconds_per_byte=calibration.link_cpu_seconds_per_byte,
+        block_cpu_seconds=block,
     )
     job = Job(
         batch=configuration.batch,
         states=SINGLE,
-        memory=configuration.memory,
+        memory=num_ranks * configuration.memory,
+        device_memory=configuration.device_memory,
         interval=0,
         early_update=configuration.early,
         # With a drive in the settings the engine has every state at home there, also when all of it fits in memory.
         parameters_on="NVMe" if configuration.part is not None else None,
         optimizer_on="NVMe" if configuration.part is not None else None,
     )
-    outcome = simulate(prepare(model, hardware, job, divide))
-    return Figures(outcome.seconds, outcome.read_bytes, outcome.written_bytes, outcome.peak_bytes["RAM"])
-
-
-def measure(configuration: Configuration, directory: Path) -> tuple[Calibration, Figures]:
-    """Steps of the engine and of plain PyTorch in turn."""
-    import torch
-
-    from zero_infinity import api
-    from zero_infinity.config import Config
-    from zero_infinity.workload.model import ByteGPT
-
-    drive = measure_drive([str(directory)], _DRIVE_BYTES)
-    torch.manual_seed(0)
-    plain, model = ByteGPT(configuration.shape), ByteGPT(configuration.shape)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
-    with tempfile.TemporaryDirectory(dir=directory) as swap:
-        config = Config(
-            memory=configuration.memory,
-            nvme=swap if configuration.part is not None else None,
-            update="auto" if configuration.early else "after_backward",
-        )
-        prepared, optimizer = api.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
-        tokens = torch.randint(0, 256, (configuration.batch, configuration.shape.seq))
-
-        def train(num_steps: int) -> float:
-            """Seconds a step. What the last one leaves to do counts; what the others leave overlaps the next."""
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                prepared(tokens, tokens).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            api.synchronize(prepared)
-            return (time.perf_counter() - start) / num_steps
-
-        # Bytes of a step that waits for its updates: what runs on into the next step would blur them by a block or two.
-        before = after = api.stats(prepared)
-        for _ in range(WARM_UP_STEPS + 1):  # up to the step that the simulator reports
-            train(1)
-            before, after = after, api.stats(prepared)
-        plain(tokens, tokens).backward()
-        computing: list[float] = []
-        updating: list[float] = []
-        stepping: list[float] = []
-        for _ in range(_NUM_ROUNDS):
-            for _ in range(_STEPS_A_ROUND):
-                start = time.perf_counter()
-                plain(tokens, tokens).backward()
-                middle = time.perf_counter()
-                plain_optimizer.step()
-                plain_optimizer.zero_grad()
-                computing.append(middle - start)
-                updating.append(time.perf_counter() - middle)
-            stepping.append(train(_STEPS_A_ROUND))
-    figures = Figures(
-        statistics.median(stepping),
-        after.bytes_read - before.bytes_read,
-        after.bytes_written - before.bytes_written,
-        api.stats(prepared).memory_peak,
+    outcome = simulate(prepare(model.timed(calibration.modules), hardware, job, divide))
+    moved = {traffic.link: traffic.num_bytes for traffic in outcome.traffic}
+    return Figures(
+        outcome.seconds,
+        outcome.read_bytes,
+        outcome.written_bytes,
+        outcome.peak_bytes["RAM"],
+        moved[RANKS],
+        moved["RAM to device"],
     )
-    return Calibration(statistics.median(computing), statistics.median(updating), drive[0], drive[1]), figures
 
 
-def _print(console: Console, results: list[Comparison]) -> None:
+def _print(console: Console, results: list[Comparison], block: float) -> None:
     table = Table("configuration", "memory", title="the plan against the run: one step", title_justify="left")
-    for heading in ("read", "written", "bytes", "held", "error", "planned", "measured", "error"):
+    for heading in ("NVMe", "ranks", "device", "bytes", "held", "plain", "planned", "measured", "error"):
         table.add_column(heading, justify="right")
     for result in results:
+        measured = result.measured
         table.add_row(
-            result.name,
-            format_bytes(result.memory),
-            format_bytes(result.measured.read),
-            format_bytes(result.measured.written),
-            "exact" if result.bytes_are_exact else f"{_byte_error(result):+.2%}",
-            format_bytes(result.measured.held),
+            result.configuration.name,
+            format_bytes(result.configuration.memory),
+            format_bytes(measured.read + measured.written),
+            format_bytes(measured.sent),
+            format_bytes(measured.uploaded),
+            result.byte_verdict,
             f"{result.held_error:+.1%}",
+            format_seconds(result.plain_seconds),
             format_seconds(result.predicted.seconds),
-            format_seconds(result.measured.seconds),
+            format_seconds(measured.seconds),
             f"{result.time_error:+.0%}",
         )
     console.print(table)
     exact = sum(result.bytes_are_exact for result in results)
     held = max(abs(result.held_error) for result in results)
-    off = statistics.median(abs(result.time_error) for result in results)
-    console.print(f"bytes exact in {exact} of {len(results)}; held within {held:.1%}; time off by {off:.0%} (median)")
+    errors = [abs(result.time_error) for result in results]
+    median = statistics.median(errors)
+    console.print(
+        f"bytes exact in {exact} of {len(results)}; held within {held:.1%}; time off by {median:.0%} "
+        f"(median), {max(errors):.0%} at most; the engine takes {1e3 * block:.2f} ms of CPU a block"
+    )
 
 
-def _byte_error(result: Comparison) -> float:
-    planned = result.predicted.read + result.predicted.written
-    return planned / max(1, result.measured.read + result.measured.written) - 1
-
-
-def _as_json(results: list[Comparison]) -> dict[str, object]:
+def _as_json(results: list[Comparison], block: float) -> dict[str, object]:
     return {
         "comparisons": [
             {
-                **asdict(result),
+                "name": result.configuration.name,
+                "memory": result.configuration.memory,
+                "num_ranks": result.configuration.num_ranks,
+                "plain_seconds": result.plain_seconds,
+                "predicted": asdict(result.predicted),
+                "measured": asdict(result.measured),
                 "bytes_are_exact": result.bytes_are_exact,
                 "held_error": result.held_error,
                 "time_error": result.time_error,
@@ -285,4 +249,5 @@ def _as_json(results: list[Comparison]) -> dict[str, object]:
             for result in results
         ],
         "median_time_error": statistics.median(abs(result.time_error) for result in results),
+        "block_cpu_seconds": block,
     }

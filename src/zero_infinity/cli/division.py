@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_infinity.plan.setup import Division, UnitBytes
-from zero_infinity.runtime.placement import UnitSize, place
+from zero_infinity.runtime.placement import UnitSize, bucket_bytes, place, room_for_copies
 from zero_infinity.store.block import Home
 
 
-def divide(units: Sequence[UnitBytes], memory: int, streams: bool) -> Division:
+def divide(units: Sequence[UnitBytes], memory: int, streams: bool, num_ranks: int) -> Division:
     """What `zi.prepare` would decide for a rank with these units and this much host memory."""
-    sizes = [UnitSize(unit.name, unit.parameters, unit.record, unit.gradients, unit.gradients) for unit in units]
-    placement = place(sizes, memory, [], nvme=streams)
+    copied = [unit.copied for unit in units if unit.copied]
+    copies = room_for_copies(copied, max(copied), memory, gathered=True) if copied else 0
+    buckets = 2 * bucket_bytes(memory) if num_ranks > 1 else 0
+    sizes = [UnitSize(unit.name, unit.parameters, unit.record, unit.gradients, unit.arriving) for unit in units]
+    placement = place(sizes, memory - copies - buckets, [], nvme=streams)
     resident = (unit.name for unit, home in zip(units, placement.homes, strict=True) if home is Home.RAM)
     return Division(
         resident_units=frozenset(resident),
@@ -21,4 +24,6 @@ def divide(units: Sequence[UnitBytes], memory: int, streams: bool) -> Division:
         cache=placement.cache,
         lookahead=placement.lookahead,
         chunk_bytes=placement.chunk_bytes,
+        copies=copies,
+        buckets=buckets,
     )

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(console: Console, plan: Plan, name: str, num_parameters: int, settings: dict[str, str]) -> None:
+def _print(console: Console, plan: Plan, name: str, num_parameters: int, settings: dict[str, str | int]) -> None:
     setup, outcome = plan.setup, plan.outcome
     ranks = f"{setup.job.num_nodes} x {setup.num_devices}"
     console.print(
@@ -70,7 +70,10 @@ def _print(console: Console, plan: Plan, name: str, num_parameters: int, setting
     for label, value in _step_rows(plan):
         table.add_row(label, value)
     console.print(table)
-    console.print("zi.Config(" + ", ".join(f'{key}="{value}"' for key, value in settings.items()) + ")", soft_wrap=True)
+    text = ", ".join(
+        f"{key}={json.dumps(value) if isinstance(value, str) else value}" for key, value in settings.items()
+    )
+    console.print(f"zi.Config({escape(text)})", soft_wrap=True)
     if outcome.wait_seconds:
         worst = sorted(outcome.waits.items(), key=lambda item: -item[1])[:3]
         console.print("longest waits: " + ", ".join(f"{escape(n)} {format_seconds(s)}" for n, s in worst), style="dim")
@@ -121,7 +124,7 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def as_json(plan: Plan, num_parameters: int, settings: dict[str, str]) -> dict[str, Any]:
+def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> dict[str, Any]:
     outcome, setup = plan.outcome, plan.setup
     return {
         "model": setup.model.name,

@@ -41,6 +41,7 @@ class Tier:
     latency: float  # seconds
     bypasses_host: bool = False
     endurance: int | None = None  # bytes that may be written in its life
+    cpu_seconds_per_byte: float = 0.0  # of one core, for a transfer; counts where the same cores compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class Hardware:
     update_rate: float  # bytes a second, read and written together, that an update moves in a node's memory
     tiers: tuple[Tier, ...]  # fastest first
     sources: Mapping[str, str]
+    # Seconds of one core; they count where the same cores compute. For a byte to another rank and one from it, and for
+    # each block that the engine uses, moves or updates.
+    link_cpu_seconds_per_byte: float = 0.0
+    block_cpu_seconds: float = 0.0
 
     @property
     def device(self) -> Tier | None:
@@ -121,6 +126,8 @@ def parse(text: str, where: str) -> Hardware:
         update_rate=table.rate("update_rate"),
         tiers=tiers,
         sources={name: source for part in (table, *tier_tables) for name, source in part.sources.items()},
+        link_cpu_seconds_per_byte=table.rate("link_cpu_seconds_per_byte", default=0.0),
+        block_cpu_seconds=table.rate("block_cpu_seconds", default=0.0),
     )
     table.refuse_unknown()
     _check_tiers(hardware, where)
@@ -142,6 +149,7 @@ def _tier(table: _Table) -> Tier:
         latency=table.rate("latency", default=0.0),
         bypasses_host=bool(table.raw("bypasses_host", default=False)),
         endurance=table.size("endurance") if "endurance" in table.values else None,
+        cpu_seconds_per_byte=table.rate("cpu_seconds_per_byte", default=0.0),
     )
     table.refuse_unknown()
     return tier

@@ -23,7 +23,7 @@ class HostTier:
         self.read_bytes = 0
         self.written_bytes = 0
         self.policy = Policy(division.cache, division.lookahead, self.in_use.__contains__)
-        self._fixed = division.resident + division.set_aside
+        self._fixed = division.resident + division.set_aside + division.copies + division.buckets
         self._scale = scale
         self._num_sharers = num_sharers
         self._links = links

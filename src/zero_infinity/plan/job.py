@@ -49,6 +49,7 @@ class Job:
     devices_per_node: int | None = None  # None: all there are
     states: States = MIXED
     memory: int | None = None  # host bytes a node for the engine; None: what checkpoints and resident states leave
+    device_memory: int | None = None  # bytes on a device for parameters; None: what activations and states leave
     interval: int = 1  # blocks between activation checkpoints; 0: nothing is computed again
     offload_checkpoints: bool | None = None  # None: when device memory is too small for them
     overlap: bool = True  # fetch ahead of use, and send gradients and checkpoints behind the computation

@@ -17,9 +17,11 @@ class Link:
 
     name: str
     latency: float = 0.0  # until the bytes are there; does not keep the link busy
+    cpu_seconds_per_byte: float = 0.0
     free_at: float = 0.0
     busy_seconds: float = 0.0
     num_bytes: int = 0  # of one rank
+    cpu_seconds: float = 0.0  # of one rank's cores
     trace: Trace | None = field(default=None, repr=False)
 
     def occupy(self, name: str, category: Category, ready: float, seconds: float, num_bytes: int = 0) -> float:
@@ -28,10 +30,7 @@ class Link:
         self.free_at = start + seconds
         self.busy_seconds += seconds
         self.num_bytes += num_bytes
+        self.cpu_seconds += num_bytes * self.cpu_seconds_per_byte
         if self.trace is not None and seconds:
             self.trace.span(name, category, self.name, start, seconds, num_bytes)
         return self.free_at + self.latency
-
-    def reset_counters(self) -> None:
-        self.busy_seconds = 0.0
-        self.num_bytes = 0

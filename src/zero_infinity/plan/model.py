@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zero_infinity.errors import ConfigError
@@ -26,10 +27,32 @@ class Operator:
     block: int = OUTSIDE  # operators of the same block are computed again together
     unit: str = ""  # whose parameters these are; operators that share parameters name the same
     weight_in_backward: bool = True  # an embedding's gradient does not need its value
+    num_rows: int = 0  # of a weight that can be used in tiles of rows; 0: it is used whole
+    seconds: tuple[float, float] | None = None  # forward and backward of a whole batch, where they were measured
 
     def __post_init__(self) -> None:
         if not self.unit:
             object.__setattr__(self, "unit", self.name)
+
+    def tiles(self, num_parameters: int) -> list[Operator]:
+        """The same as operators with that many parameters each, the last with what is left."""
+        tiles = []
+        for number, start in enumerate(range(0, self.num_parameters, num_parameters)):
+            size = min(num_parameters, self.num_parameters - start)
+            part = size / self.num_parameters
+            tiles.append(
+                replace(
+                    self,
+                    name=f"{self.name}[{number}]",
+                    unit=f"{self.unit}[{number}]",
+                    num_parameters=size,
+                    flops_per_token=self.flops_per_token * part,
+                    saved_elements_per_token=self.saved_elements_per_token * part,
+                    num_rows=0,
+                    seconds=None if self.seconds is None else (self.seconds[0] * part, self.seconds[1] * part),
+                )
+            )
+        return tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +81,21 @@ class Model:
     def num_blocks(self) -> int:
         return len({operator.block for operator in self.operators} - {OUTSIDE})
 
+    def timed(self, seconds: Mapping[str, tuple[float, float]]) -> Model:
+        """The same with measured times of a whole batch, forward and backward, in place of operations."""
+        return replace(
+            self, operators=tuple(replace(o, seconds=seconds.get(o.name, (0.0, 0.0))) for o in self.operators)
+        )
+
     def forward_flops(self, num_tokens: float) -> float:
         return num_tokens * sum(operator.flops_per_token for operator in self.operators)
 
-    def checkpoint_bytes(self, batch: float, interval: int) -> int:
-        """The inputs of every `interval`-th block, in 16 bits."""
+    def checkpoint_elements(self, batch: float, interval: int) -> int:
+        """The inputs of every `interval`-th block."""
         num_checkpoints = -(-self.num_blocks // interval)
-        return int(HALF_BYTES * batch * self.seq * self.hidden * num_checkpoints)
+        return int(batch * self.seq * self.hidden * num_checkpoints)
 
-    def working_bytes(self, batch: float, interval: int, *, checkpointed: bool) -> int:
+    def working_elements(self, batch: float, interval: int, *, checkpointed: bool) -> int:
         """Saved values that exist at once: of the largest interval and of what is outside blocks, or of all."""
         per_block: dict[int, float] = {}
         for operator in self.operators:
@@ -74,30 +103,27 @@ class Model:
             per_block[operator.block] = elements
         outside = per_block.pop(OUTSIDE, 0.0)
         inside = interval * max(per_block.values()) if checkpointed and per_block else sum(per_block.values())
-        return int(HALF_BYTES * batch * self.seq * (inside + outside))
+        return int(batch * self.seq * (inside + outside))
 
     def tiled(self, max_parameters: int) -> Model:
         """The same with every larger operator cut into tiles that are fetched and released one at a time."""
         operators: list[Operator] = []
         for operator in self.operators:
             tiles = -(-operator.num_parameters // max_parameters)
-            if tiles <= 1:
+            operators += operator.tiles(-(-operator.num_parameters // tiles)) if tiles > 1 else [operator]
+        return replace(self, operators=tuple(operators))
+
+    def tiled_by_rows(self, max_parameters: int) -> Model:
+        """The same with every larger weight that can be used in tiles cut into whole rows, as the engine does it."""
+        operators: list[Operator] = []
+        for operator in self.operators:
+            if operator.num_rows < 2 or operator.num_parameters <= max_parameters:
                 operators.append(operator)
                 continue
-            share = -(-operator.num_parameters // tiles)
-            for number in range(tiles):
-                size = min(share, operator.num_parameters - number * share)
-                operators.append(
-                    replace(
-                        operator,
-                        name=f"{operator.name}[{number}]",
-                        unit=f"{operator.unit}[{number}]",
-                        num_parameters=size,
-                        flops_per_token=operator.flops_per_token * size / operator.num_parameters,
-                        saved_elements_per_token=operator.saved_elements_per_token / tiles,
-                    )
-                )
-        return replace(self, operators=tuple(operators))
+            row = -(-operator.num_parameters // operator.num_rows)
+            num_tiles = -(-operator.num_rows // max(1, max_parameters // row))
+            operators += operator.tiles(-(-operator.num_rows // num_tiles) * row)
+        return replace(self, operators=tuple(operators)) if len(operators) > len(self.operators) else self
 
     def sliced(self, num_blocks: int) -> Model:
         """Only the first blocks, and as much less of what is outside blocks."""
@@ -137,13 +163,17 @@ def transformer(
         raise ConfigError(f"vocabulary is {vocabulary}; accepted: 0 (no embeddings) or more")
     operators: list[Operator] = []
     if vocabulary:
-        operators.append(Operator("embedding", vocabulary * hidden, 0.0, hidden, weight_in_backward=False))
+        operators.append(
+            Operator("embedding", vocabulary * hidden, 0.0, hidden, weight_in_backward=False, num_rows=vocabulary)
+        )
     for block in range(layers):
         operators += _block(block, hidden, heads, seq)
     if vocabulary:
         unit = "embedding" if tied else "head"
         logits = 2.0 * vocabulary * hidden
-        operators.append(Operator("head", vocabulary * hidden, logits, hidden + 2 * vocabulary, unit=unit))
+        operators.append(
+            Operator("head", vocabulary * hidden, logits, hidden + 2 * vocabulary, unit=unit, num_rows=vocabulary)
+        )
     return Model(name or f"{layers} x {hidden}", tuple(operators), hidden, seq)
 
 
@@ -152,11 +182,11 @@ def _block(block: int, hidden: int, heads: int, seq: int) -> list[Operator]:
     scores = 4.0 * seq * hidden  # queries by keys, and weights by values
     square = hidden**2
     return [
-        Operator(f"{block}.qkv", 3 * square, 6.0 * square, 2.0 * hidden, block),
+        Operator(f"{block}.qkv", 3 * square, 6.0 * square, 2.0 * hidden, block, num_rows=3 * hidden),
         Operator(f"{block}.attention", 0, scores, 3.0 * hidden + 2.0 * heads * seq, block),
-        Operator(f"{block}.projection", square, 2.0 * square, hidden, block),
-        Operator(f"{block}.up", 4 * square, 8.0 * square, 2.0 * hidden, block),
-        Operator(f"{block}.down", 4 * square, 8.0 * square, 8.0 * hidden, block),
+        Operator(f"{block}.projection", square, 2.0 * square, hidden, block, num_rows=hidden),
+        Operator(f"{block}.up", 4 * square, 8.0 * square, 2.0 * hidden, block, num_rows=4 * hidden),
+        Operator(f"{block}.down", 4 * square, 8.0 * square, 8.0 * hidden, block, num_rows=hidden),
     ]
 
 

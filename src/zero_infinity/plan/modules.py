@@ -7,7 +7,8 @@ both for the module that runs at the moment; nothing is guessed from names excep
 from __future__ import annotations
 
 import math
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from zero_infinity.errors import ConfigError
 from zero_infinity.plan.model import OUTSIDE, Model, Operator
@@ -49,6 +51,7 @@ def describe(
             blocks.get(module, OUTSIDE),
             watch.units[module],
             not isinstance(model.get_submodule(module), nn.Embedding),
+            _num_rows(model.get_submodule(module)),
         )
         for module in watch.order
     ]
@@ -79,10 +82,57 @@ def outline(model: nn.Module, *, seq: int, name: str) -> Model:
                 blocks.get(module_name, OUTSIDE),
                 owners.setdefault(id(own[0]), module_name),
                 not isinstance(module, nn.Embedding),
+                _num_rows(module),
             )
         )
     widths = Counter(p.shape[-1] for p in model.parameters() if p.dim() == 1)
     return Model(name, tuple(operators), widths.most_common(1)[0][0] if widths else 1, seq)
+
+
+class Stopwatch:
+    """Times each module of a real model, from its begin to that of the next: what lies between is the first one's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward: defaultdict[str, float] = defaultdict(float)
+        self.backward: defaultdict[str, float] = defaultdict(float)
+        self._current: tuple[dict[str, float], str, float] | None = None
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._starter(self.forward, name)))
+            if module._parameters:
+                self._handles.append(module.register_forward_hook(self._follower(name)))
+
+    def _starter(self, phase: dict[str, float], name: str) -> Callable[..., None]:
+        def start(*_: Any) -> None:
+            self.stop()
+            self._current = (phase, name, time.perf_counter())
+
+        return start
+
+    def _follower(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """A module's backward begins when the gradient of its output is there."""
+
+        def follow(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._starter(self.backward, name))
+
+        return follow
+
+    def stop(self) -> None:
+        """Nothing runs now that counts."""
+        if self._current is not None:
+            phase, name, since = self._current
+            phase[name] += time.perf_counter() - since
+            self._current = None
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """Forward and backward seconds of each module since the last time."""
+        self.stop()
+        names = {*self.forward, *self.backward}
+        seconds = {name: (self.forward[name], self.backward[name]) for name in names}
+        self.forward.clear()
+        self.backward.clear()
+        return seconds
 
 
 class _Watch:
@@ -149,6 +199,13 @@ def _own_flops(counter: FlopCounterMode, model: nn.Module) -> dict[str, float]:
         if parent is not None and parent in own and parent != name:
             own[parent] -= value
     return {name: max(0.0, value) for name, value in own.items()}
+
+
+def _num_rows(module: nn.Module) -> int:
+    """Of a weight that the engine can use in tiles (`runtime/tiles.py` has the conditions in full)."""
+    if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D":
+        return int(module.get_parameter("weight").shape[0])
+    return 0
 
 
 def _module_name(key: str, root: str) -> str:

@@ -23,6 +23,7 @@ class Outcome:
     forward_seconds: float
     backward_seconds: float
     compute_seconds: float
+    engine_seconds: float  # that moving bytes and bookkeeping take from the cores that compute
     waits: dict[str, float]  # by module
     traffic: tuple[Traffic, ...]
     read_bytes: int  # from storage, of one rank

@@ -13,7 +13,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.plan.efficiency import Data, partitioned_bandwidth, requirements
 from zero_infinity.plan.hardware import Hardware, Tier, TierKind
 from zero_infinity.plan.job import Job
-from zero_infinity.plan.model import HALF_BYTES, Model
+from zero_infinity.plan.model import Model
 from zero_infinity.plan.outcome import Outcome
 from zero_infinity.plan.setup import Divide, Setup, prepare
 from zero_infinity.plan.simulator import simulate
@@ -61,16 +61,21 @@ class Plan:
     largest_model: int  # parameters, by states alone
 
     @property
-    def settings(self) -> dict[str, str]:
-        """What to put into `zi.Config`, as text; where the drive is mounted is the user's to say."""
+    def settings(self) -> dict[str, str | int]:
+        """What to put into `zi.Config`; where the drive is mounted is the user's to say."""
         setup = self.setup
-        settings = {"memory": _round_size(setup.host_memory)}
-        if setup.device_cache is not None:
+        settings: dict[str, str | int] = {"memory": _round_size(setup.host_memory)}
+        if setup.device_cache is not None and setup.hardware.device is not None:
             settings["device_memory"] = _round_size(setup.device_cache)
-        if setup.parameters_stream or setup.optimizer_streams:
+        if setup.streams:
             settings["nvme"] = "/path/on/a/drive"
-        if setup.job.states.parameter == HALF_BYTES:
+        if setup.job.states.parameter < setup.job.states.gradient:
             settings["param_dtype"] = "bfloat16"
+        if setup.job.interval == 1:
+            settings["checkpoint_activations"] = True
+            computing = setup.hardware.device or setup.hardware.host
+            if setup.homes.checkpoints is not computing:
+                settings["offload_activations"] = True
         return settings
 
 

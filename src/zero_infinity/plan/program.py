@@ -30,6 +30,12 @@ class Use:
     def flops_per_token(self) -> float:
         return self.operator.flops_per_token * (2 if self.phase is Phase.BACKWARD else 1)
 
+    @property
+    def seconds(self) -> float | None:
+        """As measured, if it was."""
+        measured = self.operator.seconds
+        return None if measured is None else measured[self.phase is Phase.BACKWARD]
+
 
 def step(model: Model, interval: int) -> list[Use]:
     """One forward and backward pass, with a checkpoint every `interval` blocks (0: none)."""

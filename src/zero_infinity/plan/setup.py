@@ -17,9 +17,12 @@ from zero_infinity.plan.job import Job, Placement
 from zero_infinity.plan.model import Model
 from zero_infinity.units import format_bytes
 
-# Gathered parameters are fetched ahead as far as this part of their room on the device reaches, as in the engine; an
-# operator that is larger is tiled, so that one tile computes while the next arrives.
+# Gathered parameters are fetched ahead as far as this part of their room on the device reaches, as in the engine. In a
+# plan of the paper's an operator that is larger is tiled, so that one tile computes while the next arrives.
 DEVICE_LOOKAHEAD_SHARE = 1 / 3
+# The engine cuts layers into tiles only where the model does not fit with whole ones: then so that a tile and its
+# gradient take this part of the memory.
+TILE_SHARE = 1 / 8
 # A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of
 # the host's cache, and every result times the number of slices. So the largest models take seconds, too.
 MAX_UNITS = 1_500
@@ -39,6 +42,8 @@ class UnitBytes:
     parameters: int
     record: int
     gradients: int
+    arriving: int  # gradients in host memory before they are used or kept
+    copied: int = 0  # all ranks' parts in host memory, where the CPU computes with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,12 @@ class Division:
     cache: int
     lookahead: int
     chunk_bytes: int
+    copies: int = 0  # for units gathered from all ranks
+    buckets: int = 0  # for gradients on their way to other ranks
 
 
-# Units, the rank's host memory in bytes, and whether there is a slower tier.
-Divide = Callable[[Sequence[UnitBytes], int, bool], Division]
+# Units, the rank's host memory in bytes, whether there is a slower tier, and the number of ranks.
+Divide = Callable[[Sequence[UnitBytes], int, bool, int], Division]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +92,24 @@ class Setup:
     @property
     def gathered_bytes(self) -> int:
         """Device memory for gathered parameters, and the gradients of the tile that computes."""
-        return 0 if self.device_cache is None else self.device_cache * 4 // 3
+        return 0 if self.device_cache is None or self.hardware.device is None else self.device_cache * 4 // 3
 
     @property
     def streaming_bytes(self) -> int:
         """Host memory of a node that blocks stream through, and that waiting gradients take."""
-        return self.num_devices * (int(self.division.cache * self.scale) + self.division.set_aside)
+        division = self.division
+        others = division.set_aside + division.copies + division.buckets
+        return self.num_devices * (int(division.cache * self.scale) + others)
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything moves between host and a slower tier."""
+        return self.parameters_stream or self.optimizer_streams or self.homes.checkpoints.kind is TierKind.STORAGE
+
+    @property
+    def one_checkpoint_bytes(self) -> int:
+        """The input of one block, of one device's batch."""
+        return int(self.job.states.parameter * self.job.batch * self.model.seq * self.model.hidden)
 
     @property
     def parameters_stream(self) -> bool:
@@ -109,8 +128,9 @@ def prepare(model: Model, hardware: Hardware, job: Job, divide: Divide) -> Setup
         raise ConfigError(f"gpus is {num_devices}, but a node of {hardware.name} has {hardware.devices_per_node}")
     num_ranks = num_devices * job.num_nodes
     checkpointed = job.interval > 0
-    working = model.working_bytes(job.batch, max(1, job.interval), checkpointed=checkpointed)
-    checkpoints = model.checkpoint_bytes(job.batch, job.interval) if checkpointed else 0
+    value_bytes = job.states.parameter
+    working = value_bytes * model.working_elements(job.batch, max(1, job.interval), checkpointed=checkpointed)
+    checkpoints = value_bytes * model.checkpoint_elements(job.batch, job.interval) if checkpointed else 0
     homes = _homes(model, hardware, job, num_ranks, working, checkpoints)
     try:
         return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
@@ -130,27 +150,53 @@ def _with_homes(
     num_devices = job.devices_per_node or hardware.devices_per_node
     num_ranks = num_devices * job.num_nodes
     device_cache = _device_cache(model, hardware, job, homes, num_ranks, working, checkpoints)
-    if device_cache is not None:
-        model = model.tiled(max(1, int(device_cache * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter))
     memory = _host_memory(hardware, job, homes, num_devices, working, checkpoints)
-    division = _divide(_unit_bytes(model, job, num_ranks), memory, homes, divide)
-    scale = 1.0
-    if len(model.units) > MAX_UNITS:
-        num_blocks = max(1, model.num_blocks * MAX_UNITS // len(model.units))
-        scale = model.num_blocks / num_blocks
-        model = model.sliced(num_blocks)
-        division = replace(division, cache=int(division.cache / scale), lookahead=int(division.lookahead / scale))
-    units = _unit_bytes(model, job, num_ranks)
-    return Setup(model, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
+    is_paper = job.placement is Placement.PAPER and device_cache is not None
+    most = max(1, int((device_cache or 0) * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter) if is_paper else None
+    part, scale = _sliced(model, most)
+    if most is not None:
+        part = part.tiled(most)
+    try:
+        division = _divide(part, scale, hardware, job, memory, device_cache, homes, divide)
+    except CapacityError:
+        tile_bytes = int(min(memory, device_cache or memory) * TILE_SHARE)
+        most = max(1, tile_bytes // (job.states.parameter + job.states.gradient))
+        whole, scale = _sliced(model, most)
+        part = whole.tiled_by_rows(most)
+        if part is whole:
+            raise
+        division = _divide(part, scale, hardware, job, memory, device_cache, homes, divide)
+    if division.copies:
+        device_cache = division.copies
+    units = _unit_bytes(part, hardware, job)
+    return Setup(part, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
 
 
-def _unit_bytes(model: Model, job: Job, num_ranks: int) -> dict[str, UnitBytes]:
+def _sliced(model: Model, most: int | None) -> tuple[Model, float]:
+    """Of a model with too many units (of at most so many parameters each) a part of its blocks; how many such parts."""
+    num_units = sum(1 if most is None else -(-size // most) for size in model.units.values())
+    if num_units <= MAX_UNITS:
+        return model, 1.0
+    num_blocks = max(1, model.num_blocks * MAX_UNITS // num_units)
+    return model.sliced(num_blocks), model.num_blocks / num_blocks
+
+
+def _unit_bytes(model: Model, hardware: Hardware, job: Job) -> dict[str, UnitBytes]:
+    num_ranks = (job.devices_per_node or hardware.devices_per_node) * job.num_nodes
+    # A CPU of several ranks computes with copies in host memory, and makes whole gradients there.
+    is_gathered = hardware.device is None and num_ranks > 1
     units: dict[str, UnitBytes] = {}
     for name, size in model.units.items():
         elements = _round_up(-(-size // num_ranks), GRAIN)
-        parameters = _round_up(elements * job.states.parameter, PAGE_BYTES)
+        gradients = elements * job.states.gradient
         units[name] = UnitBytes(
-            name, elements, parameters, elements * job.states.record, elements * job.states.gradient
+            name,
+            elements,
+            _round_up(elements * job.states.parameter, PAGE_BYTES),
+            elements * job.states.record,
+            gradients,
+            arriving=gradients * (num_ranks + 1) if is_gathered else gradients,
+            copied=_round_up(num_ranks * elements * job.states.parameter, PAGE_BYTES) if is_gathered else 0,
         )
     return units
 
@@ -195,6 +241,13 @@ def _device_cache(
     device = hardware.device
     if device is None or (num_ranks == 1 and homes.parameters is device):
         return None
+    if job.device_memory is not None:
+        if job.device_memory > device.capacity:
+            raise ConfigError(
+                f"device_memory is {format_bytes(job.device_memory)}, but {device.name} of {hardware.name} has "
+                f"{format_bytes(device.capacity)}"
+            )
+        return job.device_memory
     taken = working + (checkpoints if homes.checkpoints is device else 0)
     for home, num_bytes in ((homes.parameters, job.states.parameter), (homes.optimizer, job.states.record)):
         if home is device:
@@ -227,8 +280,29 @@ def _host_memory(hardware: Hardware, job: Job, homes: Homes, num_devices: int, w
     return max(0, int((host.capacity - others) * MEASURED_FRACTION)) // num_devices
 
 
-def _divide(units: dict[str, UnitBytes], memory: int, homes: Homes, divide: Divide) -> Division:
-    """The engine divides what streams through the host; what lives there is taken off first."""
+def _divide(
+    model: Model,
+    scale: float,
+    hardware: Hardware,
+    job: Job,
+    memory: int,
+    device_cache: int | None,
+    homes: Homes,
+    divide: Divide,
+) -> Division:
+    """The engine divides what streams through the host; what lives there is taken off first.
+
+    `model` is one of `scale` slices that are alike; the cache is one slice's.
+    """
+    units = _unit_bytes(model, hardware, job)
+    num_ranks = (job.devices_per_node or hardware.devices_per_node) * job.num_nodes
+    largest = max(units.values(), key=lambda unit: unit.num_elements)
+    whole = largest.num_elements * num_ranks * job.states.parameter
+    if device_cache is not None and whole > device_cache:
+        raise CapacityError(
+            f"{largest.name!r} needs {format_bytes(whole)} of device memory, but {format_bytes(device_cache)} is left "
+            "for parameters\n  fix:   a smaller batch, or a device with more memory"
+        )
     streams = TierKind.STORAGE in (homes.parameters.kind, homes.optimizer.kind)
     kinds = (TierKind.STORAGE,) if streams else (TierKind.HOST,)
     moving = [
@@ -238,6 +312,8 @@ def _divide(units: dict[str, UnitBytes], memory: int, homes: Homes, divide: Divi
             unit.parameters if homes.parameters.kind in kinds else 0,
             unit.record if homes.optimizer.kind in kinds else 0,
             unit.gradients if homes.optimizer.kind is not TierKind.DEVICE else 0,
+            unit.arriving if homes.optimizer.kind is not TierKind.DEVICE else 0,
+            unit.copied,
         )
         for unit in units.values()
     ]
@@ -247,10 +323,22 @@ def _divide(units: dict[str, UnitBytes], memory: int, homes: Homes, divide: Divi
     if streams:
         living += sum(unit.parameters for unit in units.values()) if homes.parameters.kind is TierKind.HOST else 0
         living += sum(unit.record for unit in units.values()) if homes.optimizer.kind is TierKind.HOST else 0
+    living = int(scale * living)
     if living >= memory:
         raise CapacityError(
             f"what lives in host memory takes {format_bytes(living)} a rank, but its memory is {format_bytes(memory)}\n"
             "  fix:   more memory, or a slower tier for it"
         )
-    division = divide(moving, memory - living, streams)
+    division = divide(moving, memory - living, streams, num_ranks)
+    if scale > 1:
+        # What stays in memory, and what is cached, is a matter of all slices; what is in use at once is not.
+        try:
+            one = divide(moving, int((memory - living) / scale), streams, num_ranks)
+        except CapacityError:
+            raise CapacityError(
+                f"the states and what one operator needs take more than the {format_bytes(memory)} of host memory that "
+                "a rank has\n  fix:   more memory, more nodes, or a slower tier"
+            ) from None
+        resident = int(scale * one.resident)
+        division = replace(one, resident=resident, set_aside=division.set_aside, chunk_bytes=division.chunk_bytes)
     return replace(division, resident=division.resident + living)

@@ -18,9 +18,10 @@ from itertools import count
 from zero_infinity.errors import CapacityError
 from zero_infinity.plan.hardware import TierKind
 from zero_infinity.plan.host_tier import HostTier
+from zero_infinity.plan.job import Placement
 from zero_infinity.plan.outcome import Outcome, Traffic
 from zero_infinity.plan.program import Phase, Use, step
-from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, GRAIN, Setup
+from zero_infinity.plan.setup import DEVICE_LOOKAHEAD_SHARE, GRAIN, PAGE_BYTES, Setup
 from zero_infinity.plan.wires import Wires
 from zero_infinity.schedule.policy import NoRoomError, Policy
 from zero_infinity.trace import WAIT, Category, Trace
@@ -55,7 +56,7 @@ class Simulator:
         self._gradients_at = 0.0  # when the last one has arrived
         self._early = False  # whether updates run in backward by now
         division = setup.division
-        self._sizes = {name: size * setup.job.states.parameter for name, size in setup.model.units.items()}
+        self._is_shared = setup.num_ranks > 1  # parameters are gathered from all ranks
         self._program = step(setup.model, setup.job.interval)
         self._names = list(setup.units)
         self._keys = {name: key for key, name in enumerate(self._names)}
@@ -68,6 +69,12 @@ class Simulator:
         self._computing: set[int] = set()
         self._device = self._make_device()
         self._device_ready: dict[int, float] = {}
+        self._last_gathered: int | None = None
+        self._outdated: set[int] = set()
+        self._checkpoints = self._make_checkpoints()
+        self._debt = 0.0  # seconds of the cores that compute, spent on other things and not yet paid for
+        self._engine_seconds = 0.0
+        self._paid_cpu_seconds = 0.0
         self._stored: dict[int, float] = {}  # checkpoints -> when they are at home
         self._loaded: dict[int, float] = {}  # those fetched ahead -> when they are back
         self._waits: defaultdict[str, float] = defaultdict(float)
@@ -98,10 +105,27 @@ class Simulator:
         if setup.device_cache is None:
             return None
         lookahead = int(setup.device_cache * DEVICE_LOOKAHEAD_SHARE) if setup.job.overlap else 0
-        device = Policy(setup.device_cache, lookahead, self._computing.__contains__)
-        for name, num_bytes in self._sizes.items():
-            device.add(self._keys[name], num_bytes)
+        device = Policy(setup.device_cache, lookahead, self._computing.__contains__, wraps=not self._is_shared)
+        for name in setup.units:
+            device.add(self._keys[name], -(-self._whole_bytes(name) // PAGE_BYTES) * PAGE_BYTES)
         return device
+
+    def _make_checkpoints(self) -> dict[int, int]:
+        """Those at home on storage are blocks like any other, unless the cache (of a slice) is too small: keys."""
+        setup = self._setup
+        numbers = [use.stores for use in self._program if use.stores is not None]
+        fits = 2 * setup.one_checkpoint_bytes <= setup.division.cache
+        if setup.homes.checkpoints.kind is not TierKind.STORAGE or not fits:
+            return {}
+        keys = {number: next(self._fresh_key) for number in numbers}
+        for number, key in keys.items():
+            name = f"checkpoint {number}"
+            self._host.add(key, name, setup.one_checkpoint_bytes, setup.homes.checkpoints, has_content=False)
+        return keys
+
+    def _whole_bytes(self, name: str) -> int:
+        """Of a unit's parameters, all ranks' parts."""
+        return self._setup.units[name].num_elements * self._setup.num_ranks * self._setup.job.states.parameter
 
     # ------------------------------------------------------------------ the run
 
@@ -111,8 +135,7 @@ class Simulator:
         for number in range(WARM_UP_STEPS):
             # The engine's first two steps update at their end: it has to see two that are alike before it does earlier.
             self._early = may_be_early and number >= 2
-            order_changes = (number == 0 and self._device is not None) or (number == 1 and may_be_early)
-            self._step(same_order=not order_changes)
+            self._step(same_order=not (number == 1 and may_be_early))
         if self._trace is not None:
             # Two steps are traced: a transfer that a step left to the next one is seen where it was asked for.
             for link in self._wires.links:
@@ -123,6 +146,7 @@ class Simulator:
             link.busy_seconds, link.num_bytes = 0.0, 0
         before = self._host.read_bytes, self._host.written_bytes
         self._waits.clear()
+        self._engine_seconds = 0.0
         forward_end = self._step()
         setup = self._setup
         tokens, scale = setup.job.batch * setup.model.seq, setup.scale
@@ -131,6 +155,7 @@ class Simulator:
             forward_seconds=scale * (forward_end - started),
             backward_seconds=scale * (self._backward_end - forward_end),
             compute_seconds=scale * self._wires.compute.busy_seconds,
+            engine_seconds=scale * self._engine_seconds,
             waits={name: scale * seconds for name, seconds in self._waits.items()},
             traffic=tuple(
                 Traffic(link.name, int(scale * link.num_bytes), scale * link.busy_seconds) for link in self._wires.links
@@ -160,8 +185,20 @@ class Simulator:
             self._wait(self._wires.updater.free_at, "optimizer step")
         self._host.policy.end_cycle(same_order=same_order)
         if self._device is not None:
-            self._device.end_cycle()
+            self._end_device_cycle(self._device, same_order=same_order)
+        self._pay()
         return forward_end
+
+    def _end_device_cycle(self, device: Policy, *, same_order: bool) -> None:
+        """Gathered copies are out of date together, after the step, and only then are the next ones gathered."""
+        for key in sorted(self._outdated):
+            device.forget(key)
+        self._outdated.clear()
+        self._last_gathered = None
+        device.end_cycle(same_order=same_order or self._is_shared)
+        if self._is_shared:
+            for fetched in device.look_ahead().fetch:
+                self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
 
     def _use(self, use: Use) -> None:
         setup, name = self._setup, use.operator.name
@@ -169,7 +206,10 @@ class Simulator:
             self._load_checkpoint(use.loads, name)
         if use.needs_weight:
             self._wait(self._bring(use.operator.unit), name)
-        seconds = use.flops_per_token * setup.job.batch * setup.model.seq / setup.hardware.flops
+        self._pay()
+        seconds = use.seconds
+        if seconds is None:
+            seconds = use.flops_per_token * setup.job.batch * setup.model.seq / setup.hardware.flops
         self._now = self._wires.compute.occupy(name, Category.COMPUTE, self._now, seconds)
         if use.stores is not None:
             self._store_checkpoint(use.stores, name)
@@ -181,9 +221,23 @@ class Simulator:
         if until <= self._now:
             return
         self._waits[name] += until - self._now
+        self._debt -= min(self._debt, until - self._now)
         if self._wires.compute.trace is not None:
             self._wires.compute.trace.span(name, Category.WAIT, WAIT, self._now, until - self._now)
         self._now = until
+
+    def _handle_block(self) -> None:
+        """The engine's own work on one block."""
+        self._debt += self._setup.hardware.block_cpu_seconds
+
+    def _pay(self) -> None:
+        """Where the CPU computes, everything else that it does delays that. What it did while it waited did not."""
+        spent = self._wires.cpu_seconds
+        if self._setup.hardware.device is None:
+            debt = self._debt + spent - self._paid_cpu_seconds
+            self._now += debt
+            self._engine_seconds += debt
+        self._debt, self._paid_cpu_seconds = 0.0, spent
 
     def _note_held(self) -> None:
         held = {self._setup.hardware.host.name: self._host.held_bytes}
@@ -199,11 +253,15 @@ class Simulator:
     def _bring(self, name: str) -> float:
         """When the unit's parameters can be computed with, and what is fetched ahead of its use."""
         key = self._keys[name]
+        self._handle_block()
         if self._device is None:
             self._host.in_use.add(key)
             ready = self._host.access(key, self._now)
             self._host.in_use.discard(key)
             return ready
+        if self._is_shared and key == self._last_gathered:
+            return self._device_ready[key]  # the engine does not count that: how often may differ between ranks
+        self._last_gathered = key
         self._computing.clear()
         self._computing.add(key)
         try:
@@ -221,16 +279,22 @@ class Simulator:
         """nc, cg, gg: each hop begins when the one before is done."""
         setup, unit, key = self._setup, self._setup.units[name], self._keys[name]
         ready = self._host.access(key, self._now)
-        whole = self._sizes[name]
+        self._handle_block()
+        shard = unit.num_elements * setup.job.states.parameter
         home = setup.homes.parameters
-        if home.kind is not TierKind.DEVICE and not home.bypasses_host:
-            ready = self._wires.upload(name, Category.FETCH, ready, unit.parameters, whole)
-        return self._wires.collective(name, ready, whole)
+        if setup.hardware.device is not None and home.kind is not TierKind.DEVICE and not home.bypasses_host:
+            ready = self._wires.upload(name, Category.FETCH, ready, shard, self._whole_bytes(name))
+        return self._wires.collective(name, ready, shard)
 
     # ------------------------------------------------------------------ activation checkpoints
 
     def _store_checkpoint(self, number: int, name: str) -> None:
-        self._stored[number] = self._wires.store_checkpoint(name, self._now)
+        stored = self._wires.store_checkpoint(name, self._now, cached=number in self._checkpoints)
+        if number in self._checkpoints:
+            self._handle_block()
+            stored = max(stored, self._host.access(self._checkpoints[number], self._now))
+            self._host.change(self._checkpoints[number], stored)
+        self._stored[number] = stored
         if not self._setup.job.overlap:
             self._wait(self._stored[number], name)
 
@@ -239,28 +303,37 @@ class Simulator:
         if number not in self._loaded:
             self._fetch_checkpoint(number, name)
         self._wait(self._loaded.pop(number), name)
-        if self._setup.job.overlap and number - 1 in self._stored:
+        # What is on storage is fetched ahead by the policy.
+        if self._setup.job.overlap and number - 1 in self._stored and not self._checkpoints:
             self._fetch_checkpoint(number - 1, name)
 
     def _fetch_checkpoint(self, number: int, name: str) -> None:
-        self._loaded[number] = self._wires.load_checkpoint(name, max(self._now, self._stored.pop(number)))
+        ready = max(self._now, self._stored.pop(number))
+        if number in self._checkpoints:
+            self._handle_block()
+            ready = max(ready, self._host.access(self._checkpoints[number], self._now))
+            self._host.expire(self._checkpoints[number])
+        self._loaded[number] = self._wires.load_checkpoint(name, ready, cached=number in self._checkpoints)
 
     # ------------------------------------------------------------------ gradients and updates
 
     def _take_gradient(self, name: str) -> None:
         setup, unit = self._setup, self._setup.units[name]
-        whole = self._sizes[name]
-        ready = self._wires.collective(name, self._now, whole)
-        if setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None:
-            ready = self._wires.download(name, Category.GRADIENT, ready, unit.parameters, whole)
+        shard = unit.num_elements * setup.job.states.parameter
+        ready = self._wires.collective(name, self._now, shard)
+        leaves = setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None
+        if leaves:
+            ready = self._wires.download(name, Category.GRADIENT, ready, shard, self._whole_bytes(name))
         self._gradients_at = max(self._gradients_at, ready)
-        if not setup.job.overlap:
+        # The engine takes a gradient from the device before it goes on.
+        if not setup.job.overlap or (leaves and setup.job.placement is Placement.ENGINE):
             self._wait(ready, name)
         if self._early:
-            self._make_room(unit.gradients, name)
-            self._outstanding.append((self._update(name, ready, retained=False), unit.gradients))
+            self._make_room(unit.arriving, name)
+            self._outstanding.append((self._update(name, ready, retained=False), unit.arriving))
             return
         for chunk in self._chunks[name]:
+            self._handle_block()
             self._host.access(chunk.gradient, self._now)
             self._host.change(chunk.gradient, ready)
 
@@ -282,6 +355,7 @@ class Simulator:
         values_ready = self._host.access(key, self._now)
         done = gradient_ready
         for chunk in self._chunks[name]:
+            self._handle_block()
             ready = max(values_ready, gradient_ready)
             if retained and not on_device:
                 self._host.in_use.add(chunk.gradient)
@@ -293,7 +367,9 @@ class Simulator:
             self._host.expire(chunk.gradient)
         self._host.in_use.discard(key)
         self._host.change(key, done)
-        if self._device is not None:
+        if self._is_shared:
+            self._outdated.add(key)
+        elif self._device is not None:
             self._device.forget(key)
         return done
 
@@ -309,7 +385,11 @@ class Simulator:
         seconds = moved * setup.num_devices / setup.hardware.update_rate
         done = self._wires.updater.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
         if device is None:
-            self._now += seconds  # the same cores compute
+            # The same cores compute: at once, or later in between, unless they have to wait anyway.
+            if ready <= self._now:
+                self._now = max(self._now, done)
+            else:
+                self._debt += seconds
         elif setup.homes.parameters.kind is TierKind.DEVICE:
             new = num_elements * states.parameter
             done = self._wires.upload(name, Category.UPDATE, done, new, new * setup.num_ranks)

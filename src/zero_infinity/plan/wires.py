@@ -5,7 +5,6 @@ from __future__ import annotations
 from zero_infinity.plan.hardware import Tier, TierKind
 from zero_infinity.plan.job import Partition
 from zero_infinity.plan.links import Link
-from zero_infinity.plan.model import HALF_BYTES
 from zero_infinity.plan.setup import Setup
 from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category
 
@@ -18,10 +17,10 @@ class Wires:
         hardware = setup.hardware
         self.compute = Link(COMPUTE)
         self.updater = Link(UPDATE)
-        self.storage = {tier: Link(tier.name, tier.latency) for tier in hardware.storage}
+        self.storage = {tier: Link(tier.name, tier.latency, tier.cpu_seconds_per_byte) for tier in hardware.storage}
         self._upload = Link(f"{hardware.host.name} to device", hardware.host.latency)
         self._download = Link(f"device to {hardware.host.name}", hardware.host.latency)
-        self._gather = Link(RANKS, hardware.link_latency)
+        self._gather = Link(RANKS, hardware.link_latency, hardware.link_cpu_seconds_per_byte)
         between = (self._upload, self._download, self._gather)
         self.links = (self.compute, *self.storage.values(), *between, self.updater)
 
@@ -33,25 +32,30 @@ class Wires:
         """From device to host."""
         return self._over_host_link(self._download, name, category, ready, shard, whole)
 
-    def collective(self, name: str, ready: float, whole: int) -> float:
+    def collective(self, name: str, ready: float, shard: int) -> float:
         """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
         num_ranks = self._setup.num_ranks
         if num_ranks == 1:
             return ready
-        num_bytes = whole * (num_ranks - 1) // num_ranks
+        num_bytes = shard * (num_ranks - 1)
         seconds = num_bytes / self._setup.hardware.gather_link(self._setup.job.num_nodes)
         return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
 
-    def store_checkpoint(self, name: str, ready: float) -> float:
-        """An activation checkpoint leaves the device for its home."""
-        for link, tier in self._checkpoint_path(self._download):
+    def store_checkpoint(self, name: str, ready: float, *, cached: bool) -> float:
+        """An activation checkpoint leaves the device for its home, or (`cached`) for the host's cache of that."""
+        for link, tier in self._checkpoint_path(self._download, cached=cached):
             ready = self._move_checkpoint(link, name, ready, tier, tier.write)
         return ready
 
-    def load_checkpoint(self, name: str, ready: float) -> float:
-        for link, tier in reversed(self._checkpoint_path(self._upload)):
+    def load_checkpoint(self, name: str, ready: float, *, cached: bool) -> float:
+        for link, tier in reversed(self._checkpoint_path(self._upload, cached=cached)):
             ready = self._move_checkpoint(link, name, ready, tier, tier.read)
         return ready
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What all transfers so far have taken of one rank's cores."""
+        return sum(link.cpu_seconds for link in self.links)
 
     def _over_host_link(self, link: Link, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
         """A shard over every device's link at once, or all of it over its owner's."""
@@ -61,17 +65,17 @@ class Wires:
         rate = host.read if link is self._upload else host.write
         return link.occupy(name, category, ready, self._shared_seconds(shard, host, rate), shard)
 
-    def _checkpoint_path(self, host_link: Link) -> list[tuple[Link, Tier]]:
+    def _checkpoint_path(self, host_link: Link, *, cached: bool) -> list[tuple[Link, Tier]]:
         """The hops from the device that computes to where checkpoints live; none where that is the same memory."""
         home, hardware = self._setup.homes.checkpoints, self._setup.hardware
         if home.kind is TierKind.DEVICE:
             return []
         path = [(host_link, hardware.host)] if hardware.device is not None else []
-        return [*path, (self.storage[home], home)] if home.kind is TierKind.STORAGE else path
+        return [*path, (self.storage[home], home)] if home.kind is TierKind.STORAGE and not cached else path
 
     def _move_checkpoint(self, link: Link, name: str, ready: float, tier: Tier, rate: float) -> float:
         setup = self._setup
-        num_bytes = int(HALF_BYTES * setup.job.batch * setup.model.seq * setup.model.hidden)
+        num_bytes = setup.one_checkpoint_bytes
         return link.occupy(name, Category.ACTIVATION, ready, self._shared_seconds(num_bytes, tier, rate), num_bytes)
 
     def _shared_seconds(self, num_bytes: int, tier: Tier, rate: float) -> float:

@@ -35,7 +35,7 @@ from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, shardi
 from zero_infinity.runtime.keeper import RecordKeeper
 from zero_infinity.runtime.lazy_logits import make_logits
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
-from zero_infinity.runtime.placement import Placement, UnitSize, place
+from zero_infinity.runtime.placement import Placement, UnitSize, bucket_bytes, place, room_for_copies
 from zero_infinity.runtime.precision import Precision, multiplies_fast, precision_of
 from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
@@ -62,15 +62,6 @@ Owners = dict[nn.Module, list[ManagedParameter]]
 # Who owns what, units that are replaced, the room for copies, and hosts that the model was built in.
 _LayOut = tuple[Owners, list[Unit], int, set[ParameterHost]]
 
-# Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
-_COPY_SHARE = 1 / 8
-# Whole units, gathered from ranks that store parts, may take this part.
-_GATHER_SHARE = 1 / 4
-# Buckets in which gradients go to other ranks: about 1/64 of the memory, twice, and within these bounds. Messages of a
-# MiB reach the bandwidth of a socket; larger ones only take memory.
-_BUCKETS_IN_MEMORY = 64
-_MIN_BUCKET_BYTES = 64 << 10
-_MAX_BUCKET_BYTES = 4 << 20
 # Topics that are no unit's.
 _START, _LAYERS = -10, -11
 # Copies are made ahead as far as this part of their room reaches.
@@ -216,7 +207,7 @@ class TrainingEngine:
         """Divide the memory; returns the room for copies."""
         config, accelerator = self.config, self._accelerator
         budget, common = self._budget, self._common_budget
-        self._bucket_bytes = _bucket_bytes(common) if self.ranks is not None else 0
+        self._bucket_bytes = bucket_bytes(common) if self.ranks is not None else 0
         copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, common)
         if accelerator is not None:
             check_room(together, config.device_memory or accelerator.budget)
@@ -938,13 +929,7 @@ def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memo
     if not sizes:
         return 0
     at_once = max(sum(copy_size(unit) for unit in group if _is_copied(unit)) for group in together)
-    share = _GATHER_SHARE if any(unit.is_stored_in_parts for unit in units) else _COPY_SHARE
-    return max(at_once + max(sizes), min(sum(sizes), round_up(int(memory * share))))
-
-
-def _bucket_bytes(memory: int) -> int:
-    """Of rows that leave, and as much for rows that come in: constant, whatever the model."""
-    return max(_MIN_BUCKET_BYTES, min(_MAX_BUCKET_BYTES, round_up(memory // _BUCKETS_IN_MEMORY)))
+    return room_for_copies(sizes, at_once, memory, gathered=any(unit.is_stored_in_parts for unit in units))
 
 
 def _ranks_of(model: nn.Module) -> RankGroup | None:

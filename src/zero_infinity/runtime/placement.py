@@ -34,6 +34,15 @@ _GRADIENT_SHARE = 1 / 8
 # Blocks are fetched ahead as far as this part of the cache reaches. Against 1/3 it reads 2% more and waits a third
 # less: the records of one large unit and the next unit's parameters are in sight together (dev/LOG.md, 2026-11-16).
 _LOOKAHEAD_SHARE = 1 / 2
+# Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
+_COPY_SHARE = 1 / 8
+# Whole units, gathered from ranks that store parts, may take this part.
+_GATHER_SHARE = 1 / 4
+# Buckets in which gradients go to other ranks: about 1/64 of the memory, twice, and within these bounds. Messages of a
+# MiB reach the bandwidth of a socket; larger ones only take memory.
+_BUCKETS_IN_MEMORY = 64
+_MIN_BUCKET_BYTES = 64 << 10
+_MAX_BUCKET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,17 @@ def place(
         set_aside = gradients
         cache = min(budget - resident - set_aside, most)
     return Placement(homes, resident, set_aside, cache, int(cache * _LOOKAHEAD_SHARE), chunk, everything, least)
+
+
+def room_for_copies(sizes: Sequence[int], at_once: int, memory: int, *, gathered: bool) -> int:
+    """For copies of these sizes, of which `at_once` bytes are needed at once. `gathered`: from parts on all ranks."""
+    share = _GATHER_SHARE if gathered else _COPY_SHARE
+    return max(at_once + max(sizes), min(sum(sizes), round_up(int(memory * share))))
+
+
+def bucket_bytes(memory: int) -> int:
+    """Of rows that leave, and as much for rows that come in: constant, whatever the model."""
+    return max(_MIN_BUCKET_BYTES, min(_MAX_BUCKET_BYTES, round_up(memory // _BUCKETS_IN_MEMORY)))
 
 
 def _homes(units: Sequence[UnitSize], budget: int) -> tuple[Home, ...]:

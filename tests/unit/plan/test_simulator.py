@@ -89,7 +89,7 @@ def test_more_memory_moves_less() -> None:
 
 def test_too_little_memory_is_an_error() -> None:
     with pytest.raises(CapacityError, match="memory"):
-        run(machine(), Job(batch=1, states=SINGLE, memory=2_000_000))
+        run(machine(), Job(batch=1, states=SINGLE, memory=500_000))
 
 
 def test_overlap_and_early_updates_only_help() -> None:

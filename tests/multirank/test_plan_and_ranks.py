@@ -1,0 +1,44 @@
+"""A plan of several ranks and their run take the same decisions: bytes read, written, sent and held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.rank_scripts import train_gpt
+from support.ranks import run_ranks
+
+from zero_infinity.cli.division import divide
+from zero_infinity.plan import hardware, modules
+from zero_infinity.plan.job import SINGLE, Job
+from zero_infinity.plan.setup import prepare
+from zero_infinity.plan.simulator import WARM_UP_STEPS, simulate
+from zero_infinity.trace import RANKS
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
+
+SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64)  # 55 MiB of states
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "memory", "early"), [(2, 9 * MIB, True), (2, 16 * MIB, False), (3, 9 * MIB, False)]
+)
+def test_the_bytes_of_a_rank_are_those_that_were_planned(
+    num_ranks: int, memory: int, early: bool, tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        tokens = torch.zeros(1, SHAPE.seq, dtype=torch.long)
+        inputs = {"tokens": tokens, "targets": tokens}
+        model = modules.describe(ByteGPT(SHAPE), inputs, batch=1, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
+    machine = replace(hardware.load("laptop"), devices_per_node=num_ranks)
+    job = Job(batch=1, states=SINGLE, memory=memory * num_ranks, interval=0, early_update=early)
+    plan = simulate(prepare(model, machine, job, divide))
+    sent = {traffic.link: traffic.num_bytes for traffic in plan.traffic}[RANKS]
+
+    settings = {"memory": memory, "nvme": tmp_path, "update": "auto" if early else "after_backward"}
+    for read, written, really_sent, peak in run_ranks(num_ranks, train_gpt, SHAPE, settings, WARM_UP_STEPS + 1):
+        assert (read, written, really_sent) == (plan.read_bytes, plan.written_bytes, sent)
+        assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)
