@@ -118,6 +118,27 @@ def test_an_input_that_is_changed_in_place_is_another_one(how: dict[str, Any], t
     assert_identical(run_plain(only_layers, script, adamw), run_prepared(only_layers, script, adamw, config))
 
 
+@pytest.mark.parametrize("how", [{}, {"checkpoint_activations": True}, {"offload_activations": "all"}])
+def test_a_saved_tensor_that_was_changed_since(how: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    """torch's own error, or (what is kept elsewhere is a copy) the right gradient; never another one."""
+    monkeypatch.setattr(activations, "_SMALL_BYTES", 512 if "offload_activations" in how else 1 << 30)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(2)])
+    leaf = vectors()(0).requires_grad_()
+    layers(leaf * 2).sum().backward()
+    right, leaf.grad = leaf.grad, None
+    model, _ = zi.prepare(layers, sgd(layers), zi.Config(memory="4MiB", nvme=tmp_path, **how))
+    x = leaf * 2
+    loss = model(x).sum()
+    x.add_(1)
+    if "offload_activations" in how:
+        loss.backward()
+        assert torch.equal(leaf.grad, right)
+    else:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\(8, 32\) is at version 1"):
+            loss.backward()
+
+
 class Cells(nn.Module):
     """Cells whose gates are parts of one storage, and not views of each other, changed in place one by one."""
 

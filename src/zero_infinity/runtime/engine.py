@@ -41,6 +41,7 @@ from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.replicas import Replicas
+from zero_infinity.runtime.residency import Spare
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.shelf import BlockShelf, Shelf
 from zero_infinity.runtime.sources import ComputeCache, Source, check_room, copy_size
@@ -227,13 +228,8 @@ class TrainingEngine:
         self.placement = place(
             self._sizes, free, at_once, nvme=bool(config.nvme), activations=config.offload_activations in (True, "all")
         )
-        # Where nothing leaves memory, saved tensors may take what is left of it.
-        self._room_for_activations = (
-            self.placement.cache - self.placement.least if config.nvme else free - self.placement.needed
-        )
-        # What is left is for tiles that are put together, unless saved tensors have it.
-        shares = config.offload_activations in (True, "all") and not config.nvme
-        self._spare_bytes = 0 if shares else free - self.placement.needed
+        # What is left is for tiles that are put together and, where nothing leaves memory, for saved tensors.
+        self._spare = Spare(free - self.placement.needed)
         check_room_to_cut(self._tiled, self.placement.cache, budget)
         return copies
 
@@ -273,10 +269,10 @@ class TrainingEngine:
         """Let torch functions use parameters tile by tile where that can be done, and find them whole elsewhere."""
         lender: Lender = self.residency
         allocate: Callable[[int], Memory] = self.store.pool.take
-        spare, budget = self._spare_bytes, self._budget
+        spare, budget = self._spare, self._budget
         if self._accelerator is not None and self._cache is not None:
             lender, allocate = self._cache, self._accelerator.allocate
-            spare, budget = 0, self.config.device_memory or self._accelerator.budget
+            spare, budget = Spare(0), self.config.device_memory or self._accelerator.budget
         exposure = self.host.exposure
         assembled = Assembled(exposure, lender, allocate, spare, budget)
         for whole, makes_logits in self._tiled.items():
@@ -418,7 +414,8 @@ class TrainingEngine:
         shelf: Shelf = Arena(self._device)
         if offload in (True, "all"):
             home = Home.NVME if self.config.nvme else Home.RAM
-            shelf = BlockShelf(self.residency, home, self._room_for_activations)
+            beside = Spare(self.placement.cache - self.placement.least)
+            shelf = BlockShelf(self.residency, home, beside if self.config.nvme else self._spare)
         if self._replicas is None:
             return Activations(shelf)
         self._replicas.trace = self._recording.trace if self._recording is not None else None

@@ -22,6 +22,13 @@ from zero_infinity.store.engine import Priority
 from zero_infinity.units import format_bytes, suggest_bytes
 
 
+class Spare:
+    """Memory that no block will ever want. Who takes some of it takes it off here, and puts it back."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+
 class Residency:
     """The blocks of one tier, their policy and their store."""
 
