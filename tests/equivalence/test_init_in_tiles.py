@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import children
 from support.compare import run_plain, same_bits, seeded, sgd, training
 from support.models import Case, TiedHead, next_token, of_labels
 from test_tiling import assert_close, run_prepared, tiled
@@ -254,3 +255,33 @@ def test_a_row_that_is_larger_than_tile_above_is_an_error(tmp_path: Path) -> Non
         zi.init(zi.Config(memory="4MiB", nvme=tmp_path, tile_above="1KiB")),
     ):
         nn.Linear(1000, 8)
+
+
+_ONE_LAYER = """
+import resource, sys, torch, zero_infinity as zi
+from torch import nn
+
+def train(num_features):
+    config = zi.Config(memory="8MiB", nvme=sys.argv[1])
+    with zi.init(config):
+        model = nn.Sequential(nn.Linear(512, num_features))
+    model, optimizer = zi.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    zi.synchronize(model)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+train(2048)
+before = peak()
+train(32768)
+print(peak() - before)
+"""
+
+
+def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
+    """A layer of 64 MiB with 8 MiB of memory: built, initialised and trained."""
+    code, out, err = children.run(_ONE_LAYER, str(tmp_path))
+    assert code == 0, err
+    assert int(out.split()[-1]) < 32 << 20
