@@ -18,6 +18,7 @@ import torch
 from zero_infinity.errors import CapacityError
 from zero_infinity.runtime.accelerator import Memory
 from zero_infinity.runtime.exposure import Exposure
+from zero_infinity.runtime.residency import Spare
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.store.extents import round_up
 from zero_infinity.units import format_bytes, suggest_bytes
@@ -36,12 +37,12 @@ class Assembled:
     """The source of units that have no block: their tiles have."""
 
     def __init__(
-        self, exposure: Exposure, lender: Lender, allocate: Callable[[int], Memory], spare_bytes: int, budget: int
+        self, exposure: Exposure, lender: Lender, allocate: Callable[[int], Memory], spare: Spare, budget: int
     ) -> None:
         self._exposure = exposure
         self._lender = lender
         self._allocate = allocate
-        self._spare_bytes = spare_bytes  # that nobody uses, before anything is lent
+        self._spare = spare  # is used before anything is lent
         self._budget = budget
         self._lent: list[tuple[Memory, int, int]] = []  # each with what is spare and what is lent of it
         self._made_of: dict[Unit, list[int]] = {}  # the states of its tiles when a unit was put together
@@ -110,18 +111,23 @@ class Assembled:
     def _take(self, unit: Unit) -> Memory:
         self._collect()
         num_bytes = round_up(unit.num_elements * unit.compute_dtype.itemsize)
-        spare = min(num_bytes, self._spare_bytes)
-        if not self._lender.lend(num_bytes - spare):
+        spare = min(num_bytes, max(0, self._spare.num_bytes))
+        lent = num_bytes - spare
+        # One tile at a time has to be there to be copied.
+        beside = max(round_up(tile.unit.stored_bytes) for tile in unit.parameters[0].tiles)
+        if lent and not self._lender.lend(lent + beside):
             raise CapacityError(
                 f"{unit.parameters[0].name!r} is used in {len(unit.parameters[0].tiles)} tiles, but needed whole here: "
                 f"that takes {format_bytes(num_bytes)}, which memory of {format_bytes(self._budget)} has not room for "
                 "beside what is in use\n"
-                f"  fix:   memory={suggest_bytes(self._budget + num_bytes - spare)}, or use it by its layer alone "
+                f"  fix:   memory={suggest_bytes(self._budget + lent)}, or use it by its layer alone "
                 "(model.state_dict() and load_state_dict() need no such room)"
             )
-        self._spare_bytes -= spare
+        if lent:
+            self._lender.take_back(beside)
+        self._spare.num_bytes -= spare
         memory = self._allocate(num_bytes)
-        self._lent.append((memory, spare, num_bytes - spare))
+        self._lent.append((memory, spare, lent))
         return memory
 
     def _collect(self) -> None:
@@ -132,7 +138,7 @@ class Assembled:
                 alive.append((memory, spare, lent))
             else:
                 memory.release()
-                self._spare_bytes += spare
+                self._spare.num_bytes += spare
                 self._lender.take_back(lent)
         self._lent = alive
 

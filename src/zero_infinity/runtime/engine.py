@@ -41,6 +41,7 @@ from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.replicas import Replicas
+from zero_infinity.runtime.residency import Spare
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.shelf import BlockShelf, Shelf
 from zero_infinity.runtime.sources import ComputeCache, Source, check_room, copy_size
@@ -218,13 +219,8 @@ class TrainingEngine:
         self.placement = place(
             self._sizes, free, at_once, nvme=bool(config.nvme), activations=config.offload_activations in (True, "all")
         )
-        # Where nothing leaves memory, saved tensors may take what is left of it.
-        self._room_for_activations = (
-            self.placement.cache - self.placement.least if config.nvme else free - self.placement.needed
-        )
-        # What is left is for tiles that are put together, unless saved tensors have it.
-        shares = config.offload_activations in (True, "all") and not config.nvme
-        self._spare_bytes = 0 if shares else free - self.placement.needed
+        # What is left is for tiles that are put together and, where nothing leaves memory, for saved tensors.
+        self._spare = Spare(free - self.placement.needed)
         check_room_to_cut(self._tiled, self.placement.cache, budget)
         return copies
 
@@ -264,10 +260,10 @@ class TrainingEngine:
         """Let torch functions use parameters tile by tile where that can be done, and find them whole elsewhere."""
         lender: Lender = self.residency
         allocate: Callable[[int], Memory] = self.store.pool.take
-        spare, budget = self._spare_bytes, self._budget
+        spare, budget = self._spare, self._budget
         if self._accelerator is not None and self._cache is not None:
             lender, allocate = self._cache, self._accelerator.allocate
-            spare, budget = 0, self.config.device_memory or self._accelerator.budget
+            spare, budget = Spare(0), self.config.device_memory or self._accelerator.budget
         exposure = self.host.exposure
         assembled = Assembled(exposure, lender, allocate, spare, budget)
         for whole, makes_logits in self._tiled.items():
@@ -283,7 +279,8 @@ class TrainingEngine:
         replaced: dict[Unit, None] = {}
         self._tiled: dict[ManagedParameter, bool] = {}  # and whether it makes logits
         tileable = find_tileable(model) if tiling is not None else {}
-        built = {known.unit.number for p in model.parameters() if (known := parked.managed(p)) is not None}
+        known_parts = (known.parts for p in model.parameters() if (known := parked.managed(p)) is not None)
+        built = {part.unit.number for parts in known_parts for part in parts}
         numbers = itertools.count(max(built, default=-1) + 1)
         for module, name, parameters in find_parameters(model):
             fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
@@ -292,7 +289,11 @@ class TrainingEngine:
                 for full_name, parameter in parameters
                 if tiling is not None and parameter in tileable
             }
-            torn_up = {known.unit for p, rows in num_rows.items() if rows and (known := parked.managed(p)) is not None}
+            torn_up = {
+                known.unit
+                for p, rows in num_rows.items()
+                if (known := parked.managed(p)) is not None and rows != known.rows_of_a_tile
+            }
             for full_name, parameter in parameters:
                 known = parked.managed(parameter)
                 dtypes = self._precision_of(parameter.dtype)
@@ -300,14 +301,15 @@ class TrainingEngine:
                     dtypes.stored,
                     dtypes.computed,
                 )
-                if known is not None and unchanged and known.unit not in torn_up:
-                    known.name = full_name
-                    known.unit.rename(name or type(model).__name__)
-                    owners.setdefault(module, []).append(known)
+                rows = num_rows.get(parameter)
+                if known is not None and unchanged and rows == known.rows_of_a_tile and known.unit not in torn_up:
+                    known.rename(name or type(model).__name__, full_name)
+                    owners.setdefault(module, []).extend(known.parts)
+                    if known.tiles:
+                        self._tiled[known] = tileable[parameter]
                     continue
                 if known is not None:
-                    replaced.setdefault(known.unit)
-                rows = num_rows.get(parameter)
+                    replaced.update(dict.fromkeys(part.unit for part in known.parts))
                 if rows is not None:
                     whole = cut(
                         name or type(model).__name__,
@@ -386,7 +388,7 @@ class TrainingEngine:
         if self._wires is None:
             return
         topic = Topic("start", _START, "the values to start with")
-        plain = [local_of(p.detach()) for p, managed in self._managed.items() if managed.unit.block is None]
+        plain = [local_of(p.detach()) for p in self._managed if parked.managed(p) is None]
         for tensor in [*plain, *map(local_of, model.buffers())]:
             self._wires.steps.spread(topic, tensor)
 
@@ -409,7 +411,8 @@ class TrainingEngine:
         shelf: Shelf = Arena(self._device)
         if offload in (True, "all"):
             home = Home.NVME if self.config.nvme else Home.RAM
-            shelf = BlockShelf(self.residency, home, self._room_for_activations)
+            beside = Spare(self.placement.cache - self.placement.least)
+            shelf = BlockShelf(self.residency, home, beside if self.config.nvme else self._spare)
         if self._replicas is None:
             return Activations(shelf)
         self._replicas.trace = self._recording.trace if self._recording is not None else None

@@ -84,6 +84,29 @@ class KeepSaved(Protocol):
         """What is held in the place of `tensor`; None when it stays. `is_input`: of a block that is recomputed."""
 
 
+class _InPlace:
+    """A saved tensor that stays where it is. Under hooks torch does not see whether it was changed since: we do."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            # A node that saves its own output and gets it back would keep itself alive, out of the collector's sight.
+            self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+            self._version = tensor._version
+
+    def restore(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            version = self._tensor._version
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{self._tensor.dtype} tensor of shape {tuple(self._tensor.shape)} is at version {version}; expected "
+                f"version {self._version} instead"
+            )
+        return self._tensor
+
+
 class _Delegated:
     """A saved tensor packed by the hooks that were on top before ours."""
 
@@ -338,7 +361,7 @@ class Exposure:
             flat = self.acquire(handle.parameter.unit)
         return handle.of(flat)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> Handle | Restorable:
         handle = self.handle_for(tensor)
         if handle is not None:
             return handle
@@ -346,8 +369,7 @@ class Exposure:
             kept = self.keep_saved(tensor, is_input=self.num_keeping > 0)
             if kept is not None:
                 return kept
-        # A node that saves its own output and gets it back here would keep itself alive, out of the collector's sight.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        return _InPlace(tensor)
 
     @contextmanager
     def keeping_saved(self) -> Iterator[None]:
@@ -363,9 +385,7 @@ class Exposure:
                 if pushed:
                     _autograd._pop_saved_tensors_default_hooks()
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def _unpack(self, packed: Handle | Restorable) -> torch.Tensor:
         return self.restore(packed) if isinstance(packed, Handle) else packed.restore()
 
 

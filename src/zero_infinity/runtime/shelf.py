@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.runtime.residency import Residency
+from zero_infinity.runtime.residency import Residency, Spare
 from zero_infinity.store.block import Block, Home
 from zero_infinity.store.extents import round_up
 
@@ -51,14 +51,14 @@ class Shelf(Protocol):
 class BlockShelf:
     """Bytes in blocks, under a residency's policy and budget.
 
-    `limit`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
-    memory then, the bytes that all of them may take.
+    `spare`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
+    memory then, what all of them are taken from.
     """
 
-    def __init__(self, residency: Residency, home: Home, limit: int) -> None:
+    def __init__(self, residency: Residency, home: Home, spare: Spare) -> None:
         self.residency = residency
         self._home = home
-        self._limit = limit
+        self._spare = spare
         self._free: dict[int, list[tuple[int, Block]]] = {}  # heaps, by size
         self._used: set[int] = set()  # keys of the blocks that this cycle has used
         self.held_bytes = 0
@@ -70,7 +70,7 @@ class BlockShelf:
 
     @property
     def room(self) -> int:
-        return max(0, self._limit - (self.held_bytes if self._home is Home.RAM else 0))
+        return max(0, self._spare.num_bytes)
 
     def put(self, data: torch.Tensor) -> Slot | None:
         block = self._take_block(data.nbytes)
@@ -105,7 +105,7 @@ class BlockShelf:
     def give_back(self, block: Block) -> None:
         self.residency.expire(block)
         heapq.heappush(self._free[block.num_bytes], (block.key, block))
-        self.held_bytes -= round_up(block.num_bytes)
+        self._hold(-round_up(block.num_bytes))
 
     def _take_block(self, num_bytes: int) -> Block | None:
         size = round_up(num_bytes)
@@ -119,8 +119,13 @@ class BlockShelf:
             self.residency.add(block)
             self._total_bytes += num_bytes
         self._used.add(block.key)
-        self.held_bytes += size
+        self._hold(size)
         return block
+
+    def _hold(self, change: int) -> None:
+        self.held_bytes += change
+        if self._home is Home.RAM:
+            self._spare.num_bytes -= change
 
 
 class _BlockSlot:
