@@ -292,6 +292,39 @@ def test_bfloat16_computation_equals_a_model_in_bfloat16(
     assert torch.isfinite(torch.stack(losses)).all()
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_batch_norms_compute_in_the_dtype_of_their_statistics(home: str, tmp_path: Path) -> None:
+    """As in plain PyTorch where everything but batch norms is in bfloat16."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+
+    images = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    plain, model = make(), make()
+    for module in (plain[0], plain[3]):
+        module.to(torch.bfloat16)
+    config = zi.Config(
+        memory="1MiB", nvme=tmp_path if home == "nvme" else None, param_dtype="bfloat16", compute_dtype="bfloat16"
+    )
+    model, optimizer = zi.prepare(model, torch.optim.SGD(model.parameters(), lr=0.125), config)
+    norm = plain[1]
+    for number, batch in enumerate(images):
+        expected, found = plain(batch.to(torch.bfloat16)), model(batch)
+        assert found.dtype is torch.bfloat16
+        assert same_bits(expected, found)
+        assert same_bits(norm.running_var, model[1].running_var)
+        if number == 0:
+            assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()]
+        model(batch).float().square().mean().backward()  # a second forward: statistics move on in both
+        plain(batch.to(torch.bfloat16))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # what is stored, as it is computed with
+            for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+
+
 def half_case() -> Case:
     """The loss is of the outputs, outside of the model, as a user of float16 has it: in float32."""
 

@@ -145,9 +145,7 @@ def test_optimizers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("stored", "computed"), [("bfloat16", "float32"), ("float16", "float16")])
-def test_sixteen_bits_with_masters_and_loss_scale(
-    stored: str, computed: str, verify: bool, tmp_path: Path
-) -> None:
+def test_sixteen_bits_with_masters_and_loss_scale(stored: str, computed: str, verify: bool, tmp_path: Path) -> None:
     """Plain PyTorch has no such run: the prepared one that nobody interrupts is what it has to equal."""
     chosen = zi.Config(memory="1MiB", nvme=tmp_path, param_dtype=stored, compute_dtype=computed, verify=verify)
     case = MODELS["mlp"]

@@ -467,7 +467,7 @@ def test_saved_tensors_and_whole_weights_share_what_is_spare(monkeypatch: pytest
     settings = {"tile_above": "4KiB", "offload_activations": "all"}
     least = least_budget(asked_of_place(lambda: copy.deepcopy(model), sgd, tile_above="4KiB"), nvme=False)
     model, optimizer = zi.prepare(model, sgd(model), zi.Config(memory=least + (12 << 10), **settings))  # type: ignore[arg-type]
-    spare = engine_of(model)._spare
+    spare = engine_of(model)._layout.spare
     room = spare.num_bytes
     assert room >= 12 << 10
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.runtime import engine as engine_module
+from zero_infinity.runtime import layout as layout_module
 from zero_infinity.runtime import parked, placement
 
 MakeModel = Callable[[], nn.Module]
@@ -256,7 +256,7 @@ def asked_of_place(make: MakeModel, optimizer: MakeOptimizer, **config: Any) -> 
     def capture(sizes: Sequence[placement.UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any) -> None:
         raise _Captured((sizes, together))
 
-    with mock.patch.object(engine_module, "place", capture):
+    with mock.patch.object(layout_module, "place", capture):
         try:
             zi.prepare(*_made(make, optimizer), zi.Config(memory="1GiB", **config))
         except _Captured as captured:

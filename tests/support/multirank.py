@@ -29,7 +29,7 @@ from support.models import CASES, Case, mean_square, vectors
 from support.rank_scripts import small_blocks
 from support.ranks import run_ranks
 from zero_infinity.api import engine_of
-from zero_infinity.runtime import engine as engine_module
+from zero_infinity.runtime import layout as layout_module
 
 MAX_NORM = 0.05
 LEAST = "least"  # memory: what prepare accepts on every rank, about
@@ -268,7 +268,7 @@ class Prepared(Training):
         while True:
             needed: list[int] = []
             self.build()
-            with mock.patch.object(engine_module, "place", stop), suppress(Stopped):
+            with mock.patch.object(layout_module, "place", stop), suppress(Stopped):
                 zi.prepare(self.model, self.optimizer, zi.Config(**{**settings, "memory": memory}))
             most = torch.tensor(needed[0])
             dist.all_reduce(most, dist.ReduceOp.MAX)

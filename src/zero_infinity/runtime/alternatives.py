@@ -117,9 +117,9 @@ class Watch:
                 sibling.register_forward_hook(_Called(container)),
             ]
 
-    def innermost(self, unit: Unit) -> Container | None:
-        """The smallest container that a unit lies in."""
-        around = [container for container in self.containers if unit in container.units]
+    def innermost(self, number: int) -> Container | None:
+        """The smallest container that the unit of this number lies in."""
+        around = [container for container in self.containers if any(unit.number == number for unit in container.units)]
         return min(around, key=lambda container: len(container.units), default=None)
 
     def evidence(self) -> list[int]:

@@ -7,12 +7,9 @@ is collected, or the process ends, threads, memory and swap files go.
 
 from __future__ import annotations
 
-import itertools
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_infinity.config import Config
-from zero_infinity.errors import CapacityError, UsageError
+from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.runtime import hooks, parked, recompute
 from zero_infinity.runtime.accelerator import CpuPlace, Memory, Place
@@ -28,55 +25,39 @@ from zero_infinity.runtime.activations import Activations
 from zero_infinity.runtime.alternatives import Watch
 from zero_infinity.runtime.arena import Arena
 from zero_infinity.runtime.assembled import Assembled, Lender
+from zero_infinity.runtime.choices import find_choices
 from zero_infinity.runtime.dtensors import check_group, like, local_of, whole_norms
 from zero_infinity.runtime.exchange import ParameterExchange
+from zero_infinity.runtime.gradient_hook import GradientHook
 from zero_infinity.runtime.gradients import Gradients
-from zero_infinity.runtime.host import ParameterHost, budget_of, host_of, sharding_of
+from zero_infinity.runtime.host import ParameterHost
 from zero_infinity.runtime.keeper import RecordKeeper
+from zero_infinity.runtime.layout import is_copied, lay_out
 from zero_infinity.runtime.lazy_logits import make_logits
 from zero_infinity.runtime.loss_scale import CastInputs, LossScale, ScaleOutputs
-from zero_infinity.runtime.placement import Placement, UnitSize, bucket_bytes, place, room_for_copies
-from zero_infinity.runtime.precision import Precision, multiplies_fast, precision_of
-from zero_infinity.runtime.record import Record, RecordMaker, make_chunks
+from zero_infinity.runtime.record import make_chunks
 from zero_infinity.runtime.recording import BACKWARD, STEP
 from zero_infinity.runtime.reducer import Reducer
 from zero_infinity.runtime.replicas import Replicas
 from zero_infinity.runtime.residency import Spare
 from zero_infinity.runtime.sharded_gradients import ShardedGradients
 from zero_infinity.runtime.shelf import BlockShelf, Shelf
-from zero_infinity.runtime.sources import ComputeCache, Source, check_room, copy_size
+from zero_infinity.runtime.sources import ComputeCache, Source
 from zero_infinity.runtime.stats import Stats
+from zero_infinity.runtime.surroundings import surroundings_of
 from zero_infinity.runtime.tiled_use import TiledWeight
-from zero_infinity.runtime.tiles import Tiling, check_room_to_cut, cut, find_tileable
-from zero_infinity.runtime.unit import ManagedParameter, Unit, find_parameters, make_unit, refuse_shared_memory
+from zero_infinity.runtime.unit import ManagedParameter, Unit, refuse_shared_memory
 from zero_infinity.runtime.unmanaged import UnmanagedParameters
 from zero_infinity.runtime.updater import Updater
+from zero_infinity.runtime.wires import START, Wires, connect
 from zero_infinity.shard.group import RankGroup
-from zero_infinity.shard.partition import Span
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Home
-from zero_infinity.store.extents import round_up
 from zero_infinity.trace import COPIES, DEVICE, HOST
 from zero_infinity.units import format_count
 
-Owners = dict[nn.Module, list[ManagedParameter]]
-# Who owns what, units that are replaced, the room for copies, and hosts that the model was built in.
-_LayOut = tuple[Owners, list[Unit], int, set[ParameterHost]]
-
-# Topics that are no unit's.
-_START, _LAYERS = -10, -11
 # Copies are made ahead as far as this part of their room reaches.
 _LOOKAHEAD_SHARE = 1 / 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Wires:
-    """To the other ranks, one for each thread."""
-
-    steps: Wire  # of the thread that computes
-    gradients: Wire
-    copies: Wire | None  # of parameters of which each rank stores a part
-    exchange: Wire | None  # of parameters of which each rank updates a part
 
 
 class TrainingEngine:
@@ -92,56 +73,37 @@ class TrainingEngine:
         replicas: RankGroup | None = None,
     ) -> None:
         self.config = config
-        self._replicas = replicas
-        self.ranks = _ranks_of(model) or ranks
-        self._sharding = sharding_of(config, self.ranks)
         self.user_optimizer = optimizer
         self.grad_norm: torch.Tensor | None = None
-        self._accelerator = accelerator
         self._zeros = False  # gradients were set to zeros rather than to None
         self._num_steps = 0
+        self._replicas = replicas
+        self._accelerator = accelerator
         self._model_parameters = list(model.parameters())
-        self._device = accelerator.device if accelerator is not None else torch.device("cpu")
-
-        # Asked once: what is available changes.
-        hosts = {host_of(m) for p in self._model_parameters if (m := parked.managed(p)) is not None}
-        self._budget = min((host.store.pool.budget for host in hosts), default=0) or budget_of(config, self.ranks)
-        # What ranks decide by that have to decide alike: the smallest budget of all.
-        self._common_budget = self._budget
-        if self.ranks is not None:
-            self._common_budget = self.ranks.smallest("the memory of zi.prepare", self._budget)
-        self._is_fast = self._agree_on_speed()
+        self._around = surroundings_of(model, config, accelerator, ranks)
+        self.ranks = self._around.ranks
 
         # First what can fail for a user's mistake, before anything moves.
-        with self._agreed("zi.prepare (checks)"):
-            owners, replaced, copies = self._plan(model, optimizer)
+        with self._around.agreed("zi.prepare (checks)"):
+            self._plan(model, optimizer)
         try:
-            with self._agreed("zi.prepare (swap space)"):
-                self._divide(self.placement, copies)
-            with self._agreed("zi.prepare (connecting)"):
-                self._wires = self._connect(copies)
+            with self._around.agreed("zi.prepare (swap space)"):
+                self._divide()
+            with self._around.agreed("zi.prepare (connecting)"):
+                self._wires = self._connect()
                 self.activations = self._make_activations()
-            with self._agreed("zi.prepare (moving in)"):
-                self._build(model, copies, replaced)
+            with self._around.agreed("zi.prepare (moving in)"):
+                self._build(model)
         except BaseException:
             # Nothing was parked yet: with the host gone the model is as plain as before.
             self.host.close()
             raise
-        self._watch(model, owners)
+        self._watch(model)
 
-    def _agreed(self, phase: str) -> AbstractContextManager[None]:
-        return self.ranks.agreed(phase) if self.ranks is not None else nullcontext()
+    # ------------------------------------------------------------------ setting up
 
-    def _agree_on_speed(self) -> bool | None:
-        """Whether all ranks compute in 16 bits when nobody said that they should; it is measured."""
-        stored = self.config.param_dtype
-        if self.ranks is None or stored is None or stored == "float32" or self.config.compute_dtype is not None:
-            return None
-        fast = multiplies_fast(getattr(torch, stored), self._device)
-        return bool(self.ranks.smallest("the speed of 16-bit computation", fast))
-
-    def _plan(self, model: nn.Module, optimizer: Optimizer) -> tuple[Owners, list[Unit], int]:
-        """Find out what there is and where it goes; what it says: owners, units to be replaced, room for copies."""
+    def _plan(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Find out what there is and where it goes."""
         refuse_shared_memory(model)
         check_group(dict(model.named_parameters()), self.ranks.group if self.ranks is not None else None)
         self._recomputed = recompute.find_blocks(model, self.config)
@@ -150,53 +112,18 @@ class TrainingEngine:
                 "activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
                 "  fix:   checkpoint_activations=True in zi.Config"
             )
-        owners, replaced, copies, hosts = self._lay_out_to_fit(model, optimizer)
-        self.host = hosts.pop() if hosts else ParameterHost(self.config, self.ranks, self._budget)
+        self._layout = lay_out(model, optimizer, self._around, self._recomputed)
+        self.units, self.records, self.placement = self._layout.units, self._layout.records, self._layout.placement
+        self._managed = self._layout.managed
+        self._unmanaged = UnmanagedParameters(optimizer, self._layout.unmanaged)
+        hosts = self._layout.hosts
+        self.host = hosts.pop() if hosts else ParameterHost(self.config, self.ranks, self._around.budget)
         self.store = self.host.store
         self.residency = self.host.residency
         self._recording = self.host.recording
         if self._recording is not None:
             self._recording.trace.title = self._title(model)
         self.loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in self.units) else None
-        return owners, replaced, copies
-
-    def _lay_out_to_fit(self, model: nn.Module, optimizer: Optimizer) -> _LayOut:
-        """With whole layers where they fit, so that nothing changes for a model that does; else with tiles."""
-        if self.config.tile_above is not None:
-            return self._lay_out(model, optimizer, Tiling(self.config.tile_above))
-        found: _LayOut | None = None
-        try:
-            found = self._lay_out(model, optimizer, None)
-        except CapacityError:
-            found = None
-        finally:
-            if self.ranks is not None and not self.ranks.smallest("whether layers fit whole", int(found is not None)):
-                found = None
-        return found or self._lay_out(model, optimizer, Tiling.by_default(self._least_budget()))
-
-    def _least_budget(self) -> int:
-        """Of the tiers that a tile has to fit in."""
-        device = self.config.device_memory or (self._accelerator.budget if self._accelerator is not None else None)
-        return self._common_budget if device is None else min(self._common_budget, device)
-
-    def _lay_out(self, model: nn.Module, optimizer: Optimizer, tiling: Tiling | None) -> _LayOut:
-        config = self.config
-        owners, replaced = self._make_units(model, tiling)
-        self.units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
-        self._managed = {p.parameter: p.whole or p for unit in self.units for p in unit.parameters}
-        unmanaged = _assign_groups(optimizer, self._managed, self._model_parameters)
-        self._unmanaged = UnmanagedParameters(optimizer, unmanaged)
-        self.records = self._make_records()
-        # A rank of stage 1 updates its part, and keeps whole gradients until then.
-        self._whole_gradients = self.ranks is not None and config.stage == 1
-        self._sizes = [
-            _size(unit, self.records.get(unit), whole_gradients=self._whole_gradients) for unit in self.units
-        ]
-        together = _needed_together(owners, self._recomputed)
-        hosts = {host_of(p) for unit in {*self.units, *replaced} for p in unit.parameters if unit.block is not None}
-        for host in hosts:
-            host.check_same_place(config)
-        return owners, replaced, self._place(together, replaced), hosts
 
     def _title(self, model: nn.Module) -> str:
         """Of a trace."""
@@ -204,31 +131,27 @@ class TrainingEngine:
         rank = f", rank {self.ranks.rank} of {self.ranks.num_ranks}" if self.ranks is not None else ""
         return f"{type(model).__name__}: {num_parameters} parameters{rank}"
 
-    def _place(self, together: list[list[Unit]], replaced: list[Unit]) -> int:
-        """Divide the memory; returns the room for copies."""
-        config, accelerator = self.config, self._accelerator
-        budget, common = self._budget, self._common_budget
-        self._bucket_bytes = bucket_bytes(common) if self.ranks is not None else 0
-        copies = self._copy_bytes = 0 if accelerator is not None else _copy_budget(self.units, together, common)
-        if accelerator is not None:
-            check_room(together, config.device_memory or accelerator.budget)
-        at_once = [(units[0].name, sum(round_up(unit.stored_bytes) for unit in units)) for units in together]
-        # Units that are about to be replaced are still there while their successors move in.
-        old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
-        free = budget - copies - old - 2 * self._bucket_bytes
-        self.placement = place(
-            self._sizes, free, at_once, nvme=bool(config.nvme), activations=config.offload_activations in (True, "all")
-        )
-        # What is left is for tiles that are put together and, where nothing leaves memory, for saved tensors.
-        self._spare = Spare(free - self.placement.needed)
-        check_room_to_cut(self._tiled, self.placement.cache, budget)
-        return copies
+    def _divide(self) -> None:
+        """Set apart what is not for the cache, and reserve room on NVMe."""
+        placement, layout = self.placement, self._layout
+        self.host.end_construction()
+        self.residency.limit(placement.cache, placement.lookahead)
+        self.store.pool.charge(placement.set_aside + layout.copies + 2 * layout.bucket_bytes)
+        self.store.reserve(placement.swap)
 
-    def _build(self, model: nn.Module, copies: int, replaced: list[Unit]) -> None:
+    def _connect(self) -> Wires | None:
+        if self.ranks is None:
+            return None
+        copied = self._accelerator is not None or self._layout.copies
+        stage = self._around.sharding.stage
+        return connect(self.ranks, self.units, stage, self._around.device if copied else None)
+
+    def _build(self, model: nn.Module) -> None:
         """Everything that may fail for want of room or for a drive's error; the last thing is to park parameters."""
+        replaced = self._layout.replaced
         self.host.drop_forgotten({*self.units, *replaced})
         self._spread_values(model)
-        self._cache = self._make_cache(copies)
+        self._cache = self._make_cache()
         new_units = [unit for unit in self.units if unit.block is None]
         self._change_source([unit for unit in (*self.units, *replaced) if unit.block is not None])
         for unit, home in zip(self.units, self.placement.homes, strict=True):
@@ -254,145 +177,34 @@ class TrainingEngine:
         if self.ranks is not None:
             self.host.closers.append(self.ranks.leave)
 
-    # ------------------------------------------------------------------ setting up
-
     def _use_tiles(self) -> None:
         """Let torch functions use parameters tile by tile where that can be done, and find them whole elsewhere."""
         lender: Lender = self.residency
         allocate: Callable[[int], Memory] = self.store.pool.take
-        spare, budget = self._spare, self._budget
+        spare, budget = self._layout.spare, self._around.budget
         if self._accelerator is not None and self._cache is not None:
             lender, allocate = self._cache, self._accelerator.allocate
             spare, budget = Spare(0), self.config.device_memory or self._accelerator.budget
         exposure = self.host.exposure
         assembled = Assembled(exposure, lender, allocate, spare, budget)
-        for whole, makes_logits in self._tiled.items():
+        for whole, makes_logits in self._layout.tiled.items():
             whole.unit.source = assembled
             use = TiledWeight(whole, exposure, assembled, self.gradients)
             # Scaled losses are made of the model's outputs, which have to be there for that.
             use.make_logits = make_logits if makes_logits and self.loss_scale is None else None
             whole.tiled_use = use
 
-    def _make_units(self, model: nn.Module, tiling: Tiling | None) -> tuple[Owners, list[Unit]]:
-        """The parameters of each module that owns some; and units of `zi.init` that are stored in another dtype now."""
-        owners: Owners = {}
-        replaced: dict[Unit, None] = {}
-        self._tiled: dict[ManagedParameter, bool] = {}  # and whether it makes logits
-        tileable = find_tileable(model) if tiling is not None else {}
-        known_parts = (known.parts for p in model.parameters() if (known := parked.managed(p)) is not None)
-        built = {part.unit.number for parts in known_parts for part in parts}
-        numbers = itertools.count(max(built, default=-1) + 1)
-        for module, name, parameters in find_parameters(model):
-            fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-            num_rows = {
-                parameter: tiling.rows(full_name, parameter.shape, self._precision_of(parameter.dtype))
-                for full_name, parameter in parameters
-                if tiling is not None and parameter in tileable
-            }
-            torn_up = {
-                known.unit
-                for p, rows in num_rows.items()
-                if (known := parked.managed(p)) is not None and rows != known.rows_of_a_tile
-            }
-            for full_name, parameter in parameters:
-                known = parked.managed(parameter)
-                dtypes = self._precision_of(parameter.dtype)
-                unchanged = known is not None and (known.unit.dtype, known.unit.compute_dtype) == (
-                    dtypes.stored,
-                    dtypes.computed,
-                )
-                rows = num_rows.get(parameter)
-                if known is not None and unchanged and rows == known.rows_of_a_tile and known.unit not in torn_up:
-                    known.rename(name or type(model).__name__, full_name)
-                    owners.setdefault(module, []).extend(known.parts)
-                    if known.tiles:
-                        self._tiled[known] = tileable[parameter]
-                    continue
-                if known is not None:
-                    replaced.update(dict.fromkeys(part.unit for part in known.parts))
-                if rows is not None:
-                    whole = cut(
-                        name or type(model).__name__,
-                        full_name,
-                        parameter,
-                        rows,
-                        precision=dtypes,
-                        device=self._device,
-                        numbers=numbers,
-                        sharding=self._sharding,
-                    )
-                    self._tiled[whole] = tileable[parameter]
-                    owners.setdefault(module, []).extend(whole.tiles)
-                    continue
-                fresh.setdefault(parameter.dtype, []).append((full_name, parameter))
-            for own, members in fresh.items():
-                dtypes = self._precision_of(own)
-                unit_name = (name or type(model).__name__) + (f" ({own})" if len(fresh) > 1 else "")
-                unit = make_unit(
-                    unit_name,
-                    members,
-                    dtype=dtypes.stored,
-                    compute_dtype=dtypes.computed,
-                    device=self._device,
-                    number=next(numbers),
-                    sharding=self._sharding,
-                )
-                owners.setdefault(module, []).extend(unit.parameters)
-        return owners, list(replaced)
-
-    def _precision_of(self, dtype: torch.dtype) -> Precision:
-        return precision_of(dtype, self.config, self._device, fast=self._is_fast)
-
-    def _make_records(self) -> dict[Unit, Record]:
-        records = {}
-        maker = RecordMaker(self.user_optimizer)
-        for unit in self.units:
-            record = maker.make(unit, self._precision_of(unit.dtype).optimized)
-            if record is not None:
-                records[unit] = record
-        return records
-
-    def _divide(self, placement: Placement, copies: int) -> None:
-        """Set apart what is not for the cache, and reserve room on NVMe."""
-        self.host.end_construction()
-        self.residency.limit(placement.cache, placement.lookahead)
-        self.store.pool.charge(placement.set_aside + copies + 2 * self._bucket_bytes)
-        self.store.reserve(placement.swap)
-
-    def _connect(self, copies: int) -> _Wires | None:
-        """One wire to the other ranks for each thread that talks to them."""
-        if self.ranks is None:
-            return None
-        self.ranks.names.update({unit.number: unit.name for unit in self.units})
-        stage = self._sharding.stage
-        device = self._accelerator.device if self._accelerator is not None else torch.device("cpu")
-        copied = stage == 3 and (self._accelerator is not None or copies)
-        wires = _Wires(
-            steps=self.ranks.wire("steps"),
-            gradients=self.ranks.wire("gradients"),
-            copies=self.ranks.wire("parameters", device) if copied else None,
-            exchange=self.ranks.wire("parameters") if stage in (1, 2) else None,
-        )
-        sizes = [len(self.units), sum(unit.num_elements for unit in self.units)]
-        said = wires.steps.agree(Topic("start", _START, "the sizes of the model"), sizes)
-        for rank, theirs in enumerate(said):
-            if theirs != said[0]:
-                raise UsageError(
-                    f"rank {rank} has a model of {theirs[0]} units and {theirs[1]:,} elements, rank 0 one of "
-                    f"{said[0][0]} units and {said[0][1]:,} elements\n  fix:   build the same model on every rank"
-                )
-        return wires
-
     def _spread_values(self, model: nn.Module) -> None:
         """All ranks start with the values of the first."""
         if self._wires is None:
             return
-        topic = Topic("start", _START, "the values to start with")
+        topic = Topic("start", START, "the values to start with")
         plain = [local_of(p.detach()) for p in self._managed if parked.managed(p) is None]
         for tensor in [*plain, *map(local_of, model.buffers())]:
             self._wires.steps.spread(topic, tensor)
 
-    def _make_cache(self, copies: int) -> ComputeCache | None:
+    def _make_cache(self) -> ComputeCache | None:
+        copies = self._layout.copies
         if self._accelerator is None and not copies:
             return None
         where: Place = self._accelerator or CpuPlace(copies)
@@ -408,16 +220,16 @@ class TrainingEngine:
         offload = self.config.offload_activations
         if self._replicas is None and not offload:
             return None
-        shelf: Shelf = Arena(self._device)
+        shelf: Shelf = Arena(self._around.device)
         if offload in (True, "all"):
             home = Home.NVME if self.config.nvme else Home.RAM
             beside = Spare(self.placement.cache - self.placement.least)
-            shelf = BlockShelf(self.residency, home, beside if self.config.nvme else self._spare)
+            shelf = BlockShelf(self.residency, home, beside if self.config.nvme else self._layout.spare)
         if self._replicas is None:
             return Activations(shelf)
         self._replicas.trace = self._recording.trace if self._recording is not None else None
         self.host.closers.append(self._replicas.leave)
-        return Activations(shelf, Replicas(self._replicas.wire("activations", self._device)))
+        return Activations(shelf, Replicas(self._replicas.wire("activations", self._around.device)))
 
     def _make_chunks(self) -> None:
         for unit, record in self.records.items():
@@ -426,7 +238,7 @@ class TrainingEngine:
                 self.placement.chunk_bytes,
                 unit.the_block().home,
                 self.store,
-                whole_gradients=self._whole_gradients,
+                whole_gradients=self._layout.whole_gradients,
             ):
                 self.residency.add(block)
 
@@ -442,9 +254,11 @@ class TrainingEngine:
             return Gradients(
                 *parts, reserve=reserve, num_backwards=num_backwards, early=early, norms=norms, download=download
             )
-        stage = self._sharding.stage
+        stage = self._around.sharding.stage
         reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
-        reducer = Reducer(self._wires.gradients, self._bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0)
+        reducer = Reducer(
+            self._wires.gradients, self._layout.bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0
+        )
         self.host.closers.append(reducer.close)
         exchange = None
         if self._wires.exchange is not None:
@@ -477,7 +291,7 @@ class TrainingEngine:
         for parameter, _ in taken:
             del self.user_optimizer.state[parameter]
 
-    def _watch(self, model: nn.Module, owners: Owners) -> None:
+    def _watch(self, model: nn.Module) -> None:
         """From here on, see every read, change and gradient."""
         self._change_source([unit for unit in self.units if unit.source is not self._cache])
         self.host.training = self
@@ -490,53 +304,22 @@ class TrainingEngine:
             if managed.group is not None:
                 managed.gradient_hook = GradientHook(self.gradients, managed)
                 managed.hook_gradient_last()
-        hooks.attach(model, self.host.exposure, owners, self._recording)
+        hooks.attach(model, self.host.exposure, self._layout.owners, self._recording)
         recompute.attach(self._recomputed, self.host.exposure if self.activations is not None else None)
-        self._watch_alternatives(model, owners)
+        if self._wires is not None and isinstance(self.gradients, ShardedGradients):
+            cache = self._cache if self._around.sharding.stage == 3 else None
+            find_choices(Watch(model, self._layout.owners), self._wires.steps, self.gradients, cache)
         model.__dict__["zero_grad"] = hooks.ZeroGradients(model, self)
-        computed = {u.compute_dtype for u in self.units}
+        computed = self._layout.computed
         if len(computed) == 1 and (self.config.param_dtype or self.config.compute_dtype):
-            model.register_forward_pre_hook(CastInputs(computed.pop()), prepend=True, with_kwargs=True)
+            model.register_forward_pre_hook(CastInputs(*computed), prepend=True, with_kwargs=True)
         if self.loss_scale is not None:
             model.register_forward_hook(ScaleOutputs(self.loss_scale))
-
-    def _watch_alternatives(self, model: nn.Module, owners: Owners) -> None:
-        """Find out which layers are called by every rank, and which each rank chooses from."""
-        gradients, cache = self.gradients, self._cache
-        if self._wires is None or not isinstance(gradients, ShardedGradients):
-            return
-        wire = self._wires.steps
-        watch = Watch(model, owners)
-        by_number = {unit.number: unit for unit in self.units}
-        is_gathered = cache is not None and self._sharding.stage == 3
-
-        def classify() -> Collection[Unit]:
-            seen = wire.agree(Topic("layers", _LAYERS, "the first gradient"), watch.evidence())
-            found = watch.end(seen)
-            if cache is not None:
-                cache.on_mismatch = lambda _: None
-                for container in found if is_gathered else ():
-                    cache.join(container.name, container.units)
-            return {unit for container in found for unit in container.units}
-
-        def resolve(wanted: Sequence[int]) -> tuple[str, Sequence[Unit]] | None:
-            for number in sorted(set(wanted)):
-                joined = cache.group_of(number) if cache is not None else None
-                container = watch.innermost(by_number[number]) if number in by_number else None
-                if joined is not None:
-                    return joined
-                if container is not None and container.may_be_chosen_from:
-                    return container.name, container.units
-            return None
-
-        gradients.find_late_units = classify
-        if cache is not None and is_gathered:
-            cache.on_mismatch = resolve
 
     def _change_source(self, units: Iterable[Unit]) -> None:
         """Let modules see copies of those that they cannot see as they are stored."""
         for unit in units:
-            if self._cache is not None and (self._accelerator is not None or _is_copied(unit)):
+            if self._cache is not None and (self._accelerator is not None or is_copied(unit)):
                 self._cache.add(unit)
                 unit.source = self._cache
 
@@ -738,7 +521,7 @@ class TrainingEngine:
 
     def _sources(self) -> set[Source]:
         """Of all units, also of those that are put together from tiles."""
-        return {unit.the_source() for unit in (*self.units, *(whole.unit for whole in self._tiled))}
+        return {unit.the_source() for unit in (*self.units, *(whole.unit for whole in self._layout.tiled))}
 
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
@@ -773,7 +556,7 @@ class TrainingEngine:
         """Inside, every value and state is replaced. A failure leaves neither the old ones nor the new ones: torn."""
         self.gradients.restart()
         self.settle()
-        for unit in (*(whole.unit for whole in self._tiled), *self.units):
+        for unit in (*(whole.unit for whole in self._layout.tiled), *self.units):
             unit.the_source().updated(unit)
         self.gradients.torn = "loading a checkpoint failed half-way: some values are old ones and some new ones"
         yield
@@ -808,7 +591,7 @@ class TrainingEngine:
         return Stats(
             num_steps=self._num_steps,
             num_parameters=sum(p.num_elements for p in self._managed.values()),
-            state_bytes=sum(size.parameters + size.record for size in self._sizes),
+            state_bytes=sum(size.parameters + size.record for size in self._layout.sizes),
             memory_budget=self.store.pool.budget,
             memory_held=self.store.pool.held_bytes,
             memory_peak=self.store.pool.peak_bytes,
@@ -821,37 +604,15 @@ class TrainingEngine:
             io_busy_seconds=counters.busy_seconds if counters else 0.0,
             num_deviations=self.residency.policy.num_deviations,
             pending_updates=self._updater.num_pending,
-            parameter_bytes=sum(size.parameters for size in self._sizes),
-            gradient_bytes=sum(size.gradients for size in self._sizes),
-            optimizer_bytes=sum(size.record for size in self._sizes),
-            bucket_bytes=2 * self._bucket_bytes,
-            copy_bytes=self._copy_bytes,
+            parameter_bytes=sum(size.parameters for size in self._layout.sizes),
+            gradient_bytes=sum(size.gradients for size in self._layout.sizes),
+            optimizer_bytes=sum(size.record for size in self._layout.sizes),
+            bucket_bytes=2 * self._layout.bucket_bytes,
+            copy_bytes=self._layout.copies,
             activation_bytes=self.activations.shelf.total_bytes if self.activations is not None else 0,
             sent_bytes=sent,
             num_exchanges=calls,
         )
-
-
-class GradientHook(hooks.Hook):
-    """Called by autograd when a parameter's gradient is there.
-
-    Autograd holds it from C++, where the garbage collector does not look: strong references would keep the model for
-    ever.
-    """
-
-    def __init__(self, gradients: Gradients, managed: ManagedParameter) -> None:
-        self._gradients = weakref.ref(gradients)
-        self._managed = weakref.ref(managed)
-
-    def __call__(self, _: torch.Tensor) -> None:
-        gradients, managed = self._gradients(), self._managed()
-        if gradients is not None and managed is not None:
-            with held():
-                gradients.on_gradient(managed)
-
-    def has_gradient(self) -> bool:
-        gradients, managed = self._gradients(), self._managed()
-        return gradients is not None and managed is not None and any(map(gradients.has, managed.parts))
 
 
 def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -862,80 +623,7 @@ def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Ten
     return norm, (torch.clamp(max_norm / (norm + 1e-6), max=1.0),)
 
 
-def _assign_groups(
-    optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter], model_parameters: Collection[nn.Parameter]
-) -> dict[nn.Parameter, None]:
-    """Tell each parameter its group; returns those of the model, in its order, that are in a group and not managed."""
-    unmanaged = set(model_parameters) - managed.keys()
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter in managed:
-                for one in (managed[parameter], *managed[parameter].tiles):
-                    one.group = number
-            elif parameter not in unmanaged:
-                raise UsageError(
-                    f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
-                    "that is not one of the model's parameters\n"
-                    "  fix:   make the optimizer from model.parameters()"
-                )
-    trained = {p for group in optimizer.param_groups for p in group["params"]}
-    return dict.fromkeys(p for p in model_parameters if p in unmanaged and p in trained)
-
-
-def _size(unit: Unit, record: Record | None, *, whole_gradients: bool) -> UnitSize:
-    home = unit.block.home if unit.block is not None else None
-    if record is None:
-        return UnitSize(unit.name, round_up(unit.stored_bytes), 0, 0, 0, home)
-    whole = record.num_elements(Span(0, unit.num_elements)) * record.dtype.itemsize
-    mine = record.num_elements(unit.owned) * record.dtype.itemsize
-    # A sum over ranks comes beside the gradient that it is made of.
-    arriving = whole if mine == whole and len(unit.spans) == 1 else whole + mine
-    kept = whole if whole_gradients else mine
-    return UnitSize(unit.name, round_up(unit.stored_bytes), mine * len(record.slots), kept, arriving, home)
-
-
-def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[list[Unit]]:
-    """For each module the units that are read at once."""
-    # The first operation of a block that backward comes to starts its second computation, with its own unit in hand.
-    first: dict[nn.Module, Unit] = {}
-    for block in recomputed:
-        units = [p.unit for module in block.modules() for p in owners.get(module, [])]
-        if units:
-            first.update(dict.fromkeys(block.modules(), max(units, key=lambda unit: unit.stored_bytes)))
-    together = []
-    for module, parameters in owners.items():
-        members = list(parameters)
-        if isinstance(module, nn.MultiheadAttention):
-            # Its one operation takes the output projection's parameters, too.
-            members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
-        units = [p.unit for p in members if p.whole is None] + ([first[module]] if module in first else [])
-        tiles = [[p.unit] for p in members if p.whole is not None]
-        # Of its tiles one at a time.
-        together += [list(dict.fromkeys([*tile, *units])) for tile in tiles or [[]]]
-    return together
-
-
 def _parts_of(parameter: nn.Parameter) -> Sequence[ManagedParameter | nn.Parameter]:
     """Those that norms of its gradient are known of."""
     managed = parked.managed(parameter)
     return managed.parts if managed is not None else [parameter]
-
-
-def _is_copied(unit: Unit) -> bool:
-    """Whether modules on the CPU see a copy of it."""
-    return unit.compute_dtype != unit.dtype or unit.is_stored_in_parts
-
-
-def _copy_budget(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memory: int) -> int:
-    """Room for copies in another dtype than is stored, and for whole units of which a part is stored."""
-    sizes = [copy_size(unit) for unit in units if _is_copied(unit)]
-    if not sizes:
-        return 0
-    at_once = max(sum(copy_size(unit) for unit in group if _is_copied(unit)) for group in together)
-    return room_for_copies(sizes, at_once, memory, gathered=any(unit.is_stored_in_parts for unit in units))
-
-
-def _ranks_of(model: nn.Module) -> RankGroup | None:
-    """The ranks that the model was built on, by `zi.init`."""
-    known = (parked.managed(parameter) for parameter in model.parameters())
-    return next((host_of(m).ranks for m in known if m is not None), None)

@@ -24,8 +24,8 @@ _SMALL_BYTES = 256 * 1024
 # ...and stays resident while all small ones take at most this part of the budget.
 _SMALL_SHARE = 1 / 16
 # Records are cut so that one is at most this part of the cache, and within these bounds: requests of a few MiB reach
-# the drive's bandwidth, larger ones only take memory. Large ones are whole huge pages, which are moved, not copied, when
-# free memory lies in pieces.
+# the drive's bandwidth, larger ones only take memory. Large ones are whole huge pages, which can be moved uncopied
+# when free memory lies in pieces.
 _CHUNK_SHARE = 1 / 24
 _MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNK_BYTES = 16 * 1024 * 1024

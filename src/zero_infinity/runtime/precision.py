@@ -3,7 +3,8 @@
 Stored: `param_dtype`, else the parameter's own. Optimized: `optim_dtype`, else float32 for 16-bit storage (a master
 copy) and the stored dtype otherwise. Computed: `compute_dtype`; else, when storage was set to 16 bits, that dtype if
 this machine multiplies matrices in it about as fast as in float32. That is measured, never assumed: on CPUs without
-16-bit instructions it is 100 times slower, and 16 bits then serve storage and transfer only.
+16-bit instructions it is 100 times slower, and 16 bits then serve storage and transfer only. Batch norms compute in the
+dtype that they were made in.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
@@ -31,11 +34,23 @@ class Precision:
     optimized: torch.dtype
 
 
-def precision_of(own: torch.dtype, config: Config, device: torch.device, *, fast: bool | None = None) -> Precision:
-    """The dtypes for a parameter that the user made in `own`. `fast`: what was found out about 16 bits before."""
+def precision_of(
+    own: torch.dtype,
+    config: Config,
+    device: torch.device,
+    *,
+    fast: bool | None = None,
+    computed_as_made: bool = False,
+) -> Precision:
+    """The dtypes for a parameter that the user made in `own`. `fast`: what was found out about 16 bits before.
+
+    `computed_as_made`: its module computes with it as the user made it, whatever others do.
+    """
     stored = _dtype(config.param_dtype) or own
     computed = _dtype(config.compute_dtype) or own
-    if config.compute_dtype is None and config.param_dtype is not None and stored.itemsize < own.itemsize:
+    if computed_as_made:
+        computed = own
+    elif config.compute_dtype is None and config.param_dtype is not None and stored.itemsize < own.itemsize:
         computed = stored if (multiplies_fast(stored, device) if fast is None else fast) else own
     optimized = _dtype(config.optim_dtype) or (torch.float32 if stored.itemsize < 4 else stored)
     if optimized.itemsize < stored.itemsize:
@@ -45,6 +60,15 @@ def precision_of(own: torch.dtype, config: Config, device: torch.device, *, fast
             "narrower param_dtype"
         )
     return Precision(stored, computed, optimized)
+
+
+def computes_with_buffers(module: nn.Module) -> bool:
+    """Whether its parameters have to have the dtype of its buffers.
+
+    Running statistics stay as the user made them, and torch normalises 16-bit inputs with float32 statistics only when
+    weight and bias are float32, too.
+    """
+    return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 @functools.cache

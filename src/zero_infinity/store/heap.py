@@ -33,8 +33,8 @@ class HeapWatch:
     What a step leaves behind free is what the next one needs: giving that back each time would cost its page faults. So
     the heap is trimmed only when it has grown beyond what was ever in use: by more than an eighth of the budget, and by
     more than half of what came into use since the engine began. Left alone, holes among large activations come to two
-    fifths of these and stay there; with less patience a GPT of 6 x 1024 was trimmed five times a step, and a tenth of its
-    time went into the page faults after that.
+    fifths of these and stay there; with less patience a GPT of 6 x 1024 was trimmed five times a step, and a twentieth
+    of its time went into the page faults after that.
     """
 
     def __init__(self, pool: BufferPool) -> None:

@@ -9,8 +9,8 @@ The kernel's facts:
 - munmap of a part of a huge page leaves the other part as small pages, and the kernel takes the freed part back
   only under pressure. So ranges are cut on huge-page boundaries where that is possible.
 - mremap moves pages to another address without touching their bytes: a huge page is one entry of a page table, where a
-  fresh one is a fault and 2 MiB of zeros. It takes one mapping at a time (several since Linux 6.17), and pages that came
-  from different places stay different mappings.
+  fresh one is a fault and 2 MiB of zeros. It takes one mapping at a time (several since Linux 6.17), and pages from
+  different places stay different mappings.
 - A private mapping is copied on write after a fork, so a child's munmap touches nothing of its parent's.
 - A process may have 65,530 mappings (vm.max_map_count). Neighbours count as one, so it is live buffers with holes
   on both sides that add up.
