@@ -62,9 +62,9 @@ def test_what_fits_needs_no_drive(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_paper_s_placement(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--model", "zi-10b", "--hardware", "dgx2", "--batch", "8", "--interval", "4")
+    arguments = ("--model", "zi-10b", "--hardware", "dgx2", "--batch", "8")
     assert plan(*arguments, capsys=capsys)["homes"]["optimizer"] == "CPU"
-    assert plan(*arguments, "--placement", "paper", capsys=capsys)["homes"] == {
+    assert plan(*arguments, "--interval", "4", "--placement", "paper", capsys=capsys)["homes"] == {
         "parameters": "GPU", "optimizer": "GPU", "checkpoints": "GPU",
     }  # fmt: skip
 
