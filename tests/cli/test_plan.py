@@ -84,6 +84,9 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("arguments", "code", "message"),
     [
         (["--model", "zi-1t", "--hardware", "rtx4090"], 1, "works: --nodes 8"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--interval", "4"], 2, "--placement paper"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--device-memory", "1TiB"], 2, "GPU of RTX 4090"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--memory", "0"], 2, "--memory is 0"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
         (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "500KiB"], 1, "works: no --memory"),
         (["--model", "gpt5", "--hardware", "laptop"], 2, "there is no model 'gpt5'"),
