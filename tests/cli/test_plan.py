@@ -62,9 +62,9 @@ def test_what_fits_needs_no_drive(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_paper_s_placement(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--model", "zi-10b", "--hardware", "dgx2", "--batch", "8", "--interval", "4")
+    arguments = ("--model", "zi-10b", "--hardware", "dgx2", "--batch", "8")
     assert plan(*arguments, capsys=capsys)["homes"]["optimizer"] == "CPU"
-    assert plan(*arguments, "--placement", "paper", capsys=capsys)["homes"] == {
+    assert plan(*arguments, "--interval", "4", "--placement", "paper", capsys=capsys)["homes"] == {
         "parameters": "GPU", "optimizer": "GPU", "checkpoints": "GPU",
     }  # fmt: skip
 
@@ -84,6 +84,9 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("arguments", "code", "message"),
     [
         (["--model", "zi-1t", "--hardware", "rtx4090"], 1, "works: --nodes 8"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--interval", "4"], 2, "--placement paper"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--device-memory", "1TiB"], 2, "GPU of RTX 4090"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--memory", "0"], 2, "--memory is 0"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
         (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "500KiB"], 1, "works: no --memory"),
         (["--model", "gpt5", "--hardware", "laptop"], 2, "there is no model 'gpt5'"),

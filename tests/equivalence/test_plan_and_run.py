@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +23,26 @@ SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64)  # 55 MiB of states
 MIB = 2**20
 
 
-def planned(memory: int, *, early: bool) -> Outcome:
+def planned(memory: int, *, early: bool, batch: int = 1, **settings: Any) -> Outcome:
     with torch.device("meta"):
-        tokens = torch.zeros(1, SHAPE.seq, dtype=torch.long)
+        tokens = torch.zeros(batch, SHAPE.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
-        model = modules.describe(ByteGPT(SHAPE), inputs, batch=1, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
-    job = Job(batch=1, states=SINGLE, memory=memory, interval=0, early_update=early)
+        model = modules.describe(ByteGPT(SHAPE), inputs, batch=batch, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
+    interval = int(settings.get("checkpoint_activations", False))
+    offload = settings.get("offload_activations")
+    job = Job(
+        batch=batch, states=SINGLE, memory=memory, interval=interval, early_update=early, offload_checkpoints=offload
+    )
     return simulate(prepare(model, hardware.load("laptop"), job, divide))
 
 
-def measured(memory: int, directory: Path, *, early: bool) -> tuple[int, int, int]:
+def measured(memory: int, directory: Path, *, early: bool, batch: int = 1, **settings: Any) -> tuple[int, int, int]:
     """Bytes read and written in the step that the simulator reports, and the most that was held."""
     torch.manual_seed(0)
     model = ByteGPT(SHAPE)
-    config = zi.Config(memory=memory, nvme=directory, update="auto" if early else "after_backward")
+    config = zi.Config(memory=memory, nvme=directory, update="auto" if early else "after_backward", **settings)
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
-    tokens = torch.randint(0, 256, (1, SHAPE.seq))
+    tokens = torch.randint(0, 256, (batch, SHAPE.seq))
     before = after = zi.stats(model)
     for _ in range(WARM_UP_STEPS + 1):
         before = after
@@ -55,6 +60,24 @@ def test_the_bytes_that_move_are_the_bytes_that_were_planned(memory: int, early:
     plan = planned(memory, early=early)
     read, written, peak = measured(memory, tmp_path, early=early)
     assert (plan.read_bytes, plan.written_bytes) == (read, written)
+    assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_blocks_that_are_computed_again_and_inputs_kept_elsewhere(offload: bool, tmp_path: Path) -> None:
+    settings = {"checkpoint_activations": True, "offload_activations": offload}
+    plan = planned(12 * MIB, early=True, batch=8, **settings)
+    read, written, peak = measured(12 * MIB, tmp_path, early=True, batch=8, **settings)
+    assert (plan.read_bytes, plan.written_bytes) == (read, written)
+    assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)
+
+
+def test_what_fits_only_in_tiles_is_planned_in_tiles(tmp_path: Path) -> None:
+    memory = 2 * MIB  # the largest layer takes 2 MiB with its gradient
+    plan = planned(memory, early=True)
+    read, written, peak = measured(memory, tmp_path, early=True)
+    assert plan.read_bytes == pytest.approx(read, rel=0.15)
+    assert plan.written_bytes == pytest.approx(written, rel=0.15)
     assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)
 
 

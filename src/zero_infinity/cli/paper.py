@@ -170,7 +170,8 @@ def _section(exhibit: Exhibit, *, drawn: bool) -> str:
         "<tr>"
         + "".join(f"<td>{html.escape(key)}</td>" for key in cell.keys)
         + "".join(
-            f'<td class="n">{text}</td>' for text in (number(cell.ours), cell.printed or "", deviation(exhibit, cell))
+            f'<td class="n">{text}</td>'
+            for text in (number(cell.ours), html.escape(cell.printed or ""), deviation(exhibit, cell))
         )
         + f"<td>{html.escape(cell.note)}</td></tr>"
         for cell in exhibit.cells

@@ -89,12 +89,15 @@ def _draw_bars(axes: Axes, cells: list[Cell]) -> None:
 
 
 def _label(axes: Axes, exhibit: Exhibit, plot: Plot) -> None:
+    from matplotlib.ticker import LogFormatter
+
     if plot.log_x and plot.kind is PlotKind.LINES:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if plot.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))  # "30" rather than a power of ten
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
     axes.set_title(f"{exhibit.title}\n{exhibit.source}", fontsize=10)

@@ -109,8 +109,8 @@ def _bandwidth_table(needs: tuple[Need, ...]) -> Table:
 
 def _step_rows(plan: Plan) -> list[tuple[str, str]]:
     outcome = plan.outcome
-    life = "-" if plan.drive_life_seconds is None else format_seconds(plan.drive_life_seconds)
-    return [
+    life = plan.drive_life_seconds
+    rows = [
         ("time", format_seconds(outcome.seconds)),
         ("computing", f"{format_seconds(outcome.compute_seconds)}, {outcome.compute_seconds / outcome.seconds:.0%}"),
         ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.0%}"),
@@ -119,9 +119,15 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
         ("bottleneck", outcome.bottleneck),
         ("storage read", f"{format_bytes(outcome.read_bytes * plan.setup.num_devices)} a node"),
         ("storage written", f"{format_bytes(plan.written_per_node)} a node"),
-        ("drives last", f"{life} of training"),
+        ("drives last", "-" if life is None else f"{format_seconds(life)} of training"),
         ("largest model", f"{format_count(plan.largest_model)} parameters, by states alone"),
     ]
+    if outcome.engine_seconds:
+        share = outcome.engine_seconds / outcome.seconds
+        rows.insert(
+            2, ("moving bytes", f"{format_seconds(outcome.engine_seconds)} of the cores that compute, {share:.0%}")
+        )
+    return rows
 
 
 def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> dict[str, Any]:
@@ -166,6 +172,7 @@ def outcome_json(outcome: Any) -> dict[str, Any]:
         "forward_seconds": outcome.forward_seconds,
         "backward_seconds": outcome.backward_seconds,
         "compute_seconds": outcome.compute_seconds,
+        "engine_seconds": outcome.engine_seconds,
         "wait_seconds": outcome.wait_seconds,
         "tokens_per_second": outcome.tokens_per_second,
         "flops_per_second": outcome.flops_per_second,

@@ -17,6 +17,7 @@ from zero_infinity.units import parse_bytes
 
 _STATES = {"float32": SINGLE, "mixed": MIXED}
 _MAX_COUNT = 10**7  # of anything: beyond it is a slip of the finger
+_MAX_LAYERS = 10**4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", metavar="NAME", help=f"{', '.join(models.known_names())}; or the path of a Hugging Face config.json"
     )
-    for name, text in (("layers", "blocks"), ("hidden", "width"), ("heads", "attention heads")):
+    model.add_argument("--layers", type=_num_layers, metavar="N", help="blocks, in place of --model")
+    for name, text in (("hidden", "width"), ("heads", "attention heads")):
         model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, in place of --model")
     model.add_argument("--vocabulary", type=_positive, metavar="N", help="with --layers: adds embeddings")
     model.add_argument("--seq", type=_positive, metavar="N", help="tokens in a sequence (default: the model's own)")
@@ -37,6 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     machine.add_argument("--memory", metavar="SIZE", help="host memory a node for the engine (default: 70%% of what "
                          "activations leave)")  # fmt: skip
+    machine.add_argument("--device-memory", metavar="SIZE", help="memory of a device for parameters (default: what "
+                         "activations and states leave)")  # fmt: skip
     machine.add_argument(
         "--nvme", metavar="DIR", help='where nvme= will point, for the Config shown; "none": no storage'
     )
@@ -46,6 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                           "float32 masters (14) (default: mixed, or float32 where the CPU computes)")  # fmt: skip
     training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks between activation checkpoints; "
                           "0 computes nothing again (default 1)")  # fmt: skip
+    training.add_argument("--offload-activations", action="store_true", help="activation checkpoints on the slowest "
+                          "tier in use (default: where they fit)")  # fmt: skip
     training.add_argument("--after-backward", action="store_true", help="update after backward rather than in it")
     training.add_argument("--no-overlap", action="store_true", help="every transfer after the other: the worst case")
     training.add_argument("--placement", choices=list(Placement), default=Placement.ENGINE.value, help="engine: "
@@ -63,12 +69,22 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
 
 def job_of(args: argparse.Namespace, hardware: Hardware) -> Job:
     default = SINGLE if hardware.device is None else MIXED
+    if args.interval > 1 and args.placement == Placement.ENGINE:
+        raise ConfigError(
+            f"--interval {args.interval} is the paper's way: one checkpoint for several blocks. The engine computes "
+            "each block again on its own\n"
+            "  fix:   --interval 1 (checkpoint_activations=True) or 0, or --placement paper"
+        )
+    if args.offload_activations and not args.interval:
+        raise ConfigError("--offload-activations is for checkpoints, and --interval 0 has none")
     return Job(
         batch=args.batch,
         num_nodes=args.nodes,
         devices_per_node=args.gpus,
         states=_STATES[args.dtype] if args.dtype else default,
-        memory=parse_bytes(args.memory) if args.memory else None,
+        memory=_size("--memory", args.memory),
+        device_memory=_size("--device-memory", args.device_memory),
+        offload_checkpoints=True if args.offload_activations else None,
         interval=args.interval,
         overlap=not args.no_overlap,
         early_update=not args.after_backward,
@@ -122,13 +138,29 @@ def _from_config(path: Path, seq: int | None) -> Model:
             return modules.outline(model, seq=length, name=name)
 
 
-def _positive(text: str) -> int:
+def _size(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if not num_bytes:
+        raise ConfigError(f"{option} is 0; accepted: a size above zero")
+    return num_bytes
+
+
+def _num_layers(text: str) -> int:
+    return _positive(text, _MAX_LAYERS)
+
+
+def _positive(text: str, most: int = _MAX_COUNT) -> int:
     try:
         number = int(text.replace(",", "").replace("_", ""))
     except ValueError:
         number = 0
-    if not 1 <= number <= _MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer between 1 and {_MAX_COUNT:,}")
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer between 1 and {most:,}")
     return number
 
 

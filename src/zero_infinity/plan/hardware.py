@@ -95,15 +95,16 @@ def load(name_or_path: str) -> Hardware:
             return parse(path.read_text(encoding="utf-8"), name_or_path)
         except OSError as error:
             raise ConfigError(f"hardware: {path} cannot be read: {error.strerror}") from None
-    if name_or_path not in names():
-        near = difflib.get_close_matches(name_or_path.lower(), names(), n=1)
+    name = name_or_path.lower()
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"there is no hardware profile {name_or_path!r}; {hint}there are: {', '.join(names())}\n"
             "  fix:   one of these, or the path of a .toml file (zero-infinity bench hardware writes one)"
         )
-    text = (resources.files(__package__) / "profiles" / f"{name_or_path}.toml").read_text(encoding="utf-8")
-    return parse(text, name_or_path)
+    text = (resources.files(__package__) / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
+    return parse(text, name)
 
 
 def parse(text: str, where: str) -> Hardware:

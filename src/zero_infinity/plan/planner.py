@@ -117,11 +117,11 @@ def alternatives(model: Model, hardware: Hardware, job: Job, divide: Divide) -> 
         nodes *= 2
     if nodes <= _MAX_NODES:
         found.append(f"--nodes {nodes}")
-    batch = job.batch / 2
+    batch = math.ceil(job.batch) // 2
     while batch >= 1 and not _works(model, hardware, replace(job, batch=batch), divide):
-        batch /= 2
+        batch //= 2
     if batch >= 1:
-        found.append(f"--batch {batch:g}")
+        found.append(f"--batch {batch}")
     if job.memory is not None and _works(model, hardware, replace(job, memory=None), divide):
         found.append("no --memory: all that the machine has")
     return found

@@ -11,8 +11,12 @@ from zero_infinity.plan.model import OUTSIDE, Model, Operator
 
 class Phase(enum.StrEnum):
     FORWARD = "forward"
+    REACH = "reach"  # backward comes to a checkpointed segment: its last weight is fetched before it is computed again
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
+
+
+_PASSES = {Phase.FORWARD: 1, Phase.REACH: 0, Phase.RECOMPUTE: 1, Phase.BACKWARD: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,15 @@ class Use:
 
     @property
     def flops_per_token(self) -> float:
-        return self.operator.flops_per_token * (2 if self.phase is Phase.BACKWARD else 1)
+        return self.operator.flops_per_token * _PASSES[self.phase]
 
     @property
     def seconds(self) -> float | None:
         """As measured, if it was."""
         measured = self.operator.seconds
-        return None if measured is None else measured[self.phase is Phase.BACKWARD]
+        if measured is None or self.phase is Phase.REACH:
+            return None
+        return measured[self.phase is Phase.BACKWARD]
 
 
 def step(model: Model, interval: int) -> list[Use]:
@@ -85,11 +91,15 @@ def _segments(model: Model, interval: int) -> list[list[int]]:
 def _backward(model: Model, segment: list[int], first_use: dict[str, int], interval: int) -> Iterator[Use]:
     operators = [model.operators[index] for index in segment]
     checkpoint = _checkpoint(operators[0], interval)
+    reached = checkpoint is not None and _needs_weight(operators[-1])
+    if reached:
+        yield Use(operators[-1], Phase.REACH, needs_weight=True)
     if checkpoint is not None:
         for number, operator in enumerate(operators):
             loads = checkpoint if number == 0 else None
             yield Use(operator, Phase.RECOMPUTE, _needs_weight(operator), loads=loads)
     for index, operator in zip(reversed(segment), reversed(operators), strict=True):
         last = operator.num_parameters > 0 and first_use[operator.unit] == index
-        needs_weight = _needs_weight(operator) and operator.weight_in_backward
+        in_hand = reached and index == segment[-1]
+        needs_weight = _needs_weight(operator) and operator.weight_in_backward and not in_hand
         yield Use(operator, Phase.BACKWARD, needs_weight, completes=operator.unit if last else None)

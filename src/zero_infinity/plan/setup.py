@@ -214,8 +214,10 @@ def _homes(model: Model, hardware: Hardware, job: Job, num_ranks: int, working: 
     rule = choose_homes if job.placement is Placement.PAPER else slowest_homes
     homes = rule(need, hardware, job.num_nodes, memory)
     checkpoint_home = homes.checkpoints
-    if job.offload_checkpoints is True and checkpoint_home.kind is TierKind.DEVICE:
-        checkpoint_home = hardware.host
+    if job.offload_checkpoints is True:
+        # The engine puts them where the states are at home; in the paper they go to the host.
+        offloaded = homes.parameters if job.placement is Placement.ENGINE else hardware.host
+        checkpoint_home = max(checkpoint_home, offloaded, key=hardware.tiers.index)
     if job.offload_checkpoints is False and hardware.device is not None:
         checkpoint_home = hardware.device
     return Homes(
@@ -332,13 +334,16 @@ def _divide(
     division = divide(moving, memory - living, streams, num_ranks)
     if scale > 1:
         # What stays in memory, and what is cached, is a matter of all slices; what is in use at once is not.
+        shared = division.copies + division.buckets
         try:
-            one = divide(moving, int((memory - living) / scale), streams, num_ranks)
+            one = divide(moving, int((memory - living - shared) / scale) + shared, streams, num_ranks)
         except CapacityError:
             raise CapacityError(
                 f"the states and what one operator needs take more than the {format_bytes(memory)} of host memory that "
                 "a rank has\n  fix:   more memory, more nodes, or a slower tier"
             ) from None
         resident = int(scale * one.resident)
-        division = replace(one, resident=resident, set_aside=division.set_aside, chunk_bytes=division.chunk_bytes)
+        division = replace(
+            division, resident_units=one.resident_units, resident=resident, cache=one.cache, lookahead=one.lookahead
+        )
     return replace(division, resident=division.resident + living)
