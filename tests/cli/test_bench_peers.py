@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.figures import figures
 
 from zero_infinity.cli.bench_peers import PEERS
 from zero_infinity.cli.bench_peers_report import changed_lines
@@ -34,16 +35,20 @@ def test_an_error_of_a_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     for entry in (plain, ours):
         assert entry["error"] is None
         assert entry["losses"] == plain["losses"]
-        figures = entry["figures"]
-        assert figures["loss_difference"] == 0
-        assert figures["seconds"] > 0
-        assert figures["start_seconds"] > 0.1
-        assert figures["peak_rss"] > 50 << 20
+        measured = entry["figures"]
+        assert measured["loss_difference"] == 0
+        assert measured["seconds"] > 0
+        assert measured["start_seconds"] > 0.1
+        assert measured["peak_rss"] > 50 << 20
     assert ours["figures"]["written_bytes"] > 0
     assert missing["figures"] is None
     assert "No module named 'deepspeed'" in missing["error"]
     assert "DeepSpeed, all in RAM: failed" in output.out
     assert os.listdir(tmp_path) == ["out"]
+    for table in (figures._peers(found), figures._peers_short(found)):
+        assert "| plain PyTorch | " in table
+        assert "failed" in table
+        assert found["date"][:10] in table
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.figures import figures
 
 from zero_infinity.cli import bench_contender, bench_train
 from zero_infinity.cli.bench_contender import Contender, Race, Sample, Setting
@@ -99,6 +100,10 @@ def test_real_contenders_are_equal_and_an_impossible_budget_is_reported(
     assert "| NVMe, 1/2 |" in text
     assert "Failed: NVMe, 1/10000: " in text
     assert os.listdir(tmp_path / "swap") == []
+    table = figures._train(report)
+    assert "| NVMe, 1/2 | " in table
+    assert "equal, bit for bit" in table
+    assert "failed: " in table
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from rich.table import Table
 from zero_infinity.cli import interruption
 from zero_infinity.cli.bench_contender import WORKER, Contender, Race, Setting
 from zero_infinity.cli.bench_peers import PEERS, Peer, build_extensions, extensions_folder, make_contender
+from zero_infinity.cli.bench_report import aligned
 from zero_infinity.cli.bench_train import STATE_BYTES, progress
 from zero_infinity.cli.control_group import control_group
 from zero_infinity.cli.provenance import provenance
@@ -240,22 +241,34 @@ def _swap_space(directory: Path) -> Iterator[str]:
 
 
 def _print(console: Console, limit: int, found: list[Capacity], reference: Trial | None) -> None:
-    table = Table("", title=f"the largest model within {format_bytes(limit)}, 3 steps", title_justify="left")
-    for heading in ("parameters", "states", "peak", "s/step"):
-        table.add_column(heading, justify="right")
-    table.add_column("the next one")
-    for capacity in found:
-        best, failed = capacity.largest, capacity.failed
-        row = ["none", "", "", ""]
-        if best is not None:
-            states = format_bytes(STATE_BYTES * best.num_parameters)
-            peak = format_bytes(best.peak_bytes) if best.peak_bytes is not None else ""
-            row = [format_count(best.num_parameters), states, peak, f"{best.seconds or 0.0:.1f}"]
-        why = "not tried" if failed is None else f"{format_count(failed.num_parameters)}: {failed.error}"
-        table.add_row(capacity.name, *row, why)
-    console.print(table)
+    """A table on a terminal, aligned lines elsewhere."""
+    title = f"the largest model within {format_bytes(limit)}, 3 steps"
+    headings = ["", "parameters", "states", "peak", "s/step", "start", "the next one"]
+    rows = [_row(capacity) for capacity in found]
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left")
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if 0 < number < len(headings) - 1 else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        print(f"{title}\n{aligned([headings, *rows])}", flush=True)
     ours = found[1].largest
     if ours is not None and reference is not None:
         equal = "equal, bit for bit" if ours.losses == reference.losses else f"DIFFERENT: {reference.losses}"
         losses = ", ".join(f"{loss:.6f}" for loss in ours.losses)
-        console.print(f"losses {losses}; of a run without a limit: {reference.error or equal}")
+        told = f"losses {losses}; of a run without a limit: {reference.error or equal}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(capacity: Capacity) -> list[str]:
+    best, failed = capacity.largest, capacity.failed
+    row = ["none", "", "", "", ""]
+    if best is not None:
+        states = format_bytes(STATE_BYTES * best.num_parameters)
+        peak = format_bytes(best.peak_bytes) if best.peak_bytes is not None else ""
+        start = format_seconds(best.start_seconds or 0.0)
+        row = [format_count(best.num_parameters), states, peak, f"{best.seconds or 0.0:.1f}", start]
+    why = "not tried" if failed is None else f"{format_count(failed.num_parameters)}: {failed.error}"
+    return [capacity.name, *row, why]
