@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,53 @@ def test_after_a_lost_rank_a_restart_goes_on_from_the_last_checkpoint(here: Path
     again = Running(here, 2, *saving).end()
     assert [ended.code for ended in again] == [0, 0], again
     assert [json.loads(line).get("step") for line in again[0].out.splitlines()][:-1] == [3, 4, 5, 6]
+    assert tensor_files(here / "saved") == tensor_files(here / "whole")
+
+
+_DYING = """
+import os, signal, sys
+from zero_infinity.cli.main import main
+from zero_infinity.workload import text
+real = text.ByteBatches.__next__
+def take(self):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.position) == ("1", "0", 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self)
+text.ByteBatches.__next__ = take
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.long
+def test_torchrun_restarts_after_a_lost_rank(here: Path) -> None:
+    """The command of docs/checkpoints.md: all ranks are started again, by torchrun itself."""
+    options = [*TINY, "--memory", "8MiB", "--nvme", "none", "--steps", "6"]
+    whole = Running(here, 2, *options, "--json", "--save", "whole").end()
+    assert [ended.code for ended in whole] == [0, 0], whole
+    (here / "dying.py").write_text(_DYING)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [
+            *launcher,
+            "--max-restarts",
+            "1",
+            "dying.py",
+            "train",
+            *options,
+            "--save",
+            "saved",
+            "--save-every",
+            "2",
+            "--resume",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goes on after step 2, from saved" in done.stdout
     assert tensor_files(here / "saved") == tensor_files(here / "whole")
 
 

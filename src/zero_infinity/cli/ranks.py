@@ -157,6 +157,8 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
 def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     from zero_infinity.shard.group import find_group
 
@@ -173,7 +175,16 @@ def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
             torch.accelerator.set_device_index(start.local_rank)
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        timeout = timedelta(seconds=timeout_seconds)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(start.num_ranks):
+            # torchrun keeps its store over restarts, where ranks find the addresses of those that are gone. Only on one
+            # machine is the number of restarts sure to be the same for all.
+            store, _, _ = next(rendezvous("env://", start.rank, start.num_ranks, timeout=timeout))
+            store.set_timeout(timeout)
+            own = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            dist.init_process_group(backend, store=own, rank=start.rank, world_size=start.num_ranks, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
         group = find_group(None)
         if group is None:
             raise RankError("torch's process group has one rank")
