@@ -27,7 +27,7 @@ from support.compare import (
     training,
 )
 from support.models import mean_square, sequences, vectors
-from test_checkpointing import BLOCKS, only_layers
+from test_checkpointing import BLOCKS, Held, only_layers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -239,6 +239,52 @@ def held_after_forward(depth: int, directory: Path, **changes: Any) -> int:
     output.sum().backward()
     optimizer.step()
     return held
+
+
+class Peak(Alive):
+    """And the most that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        found = [reference() for reference in self._storages.values()]
+        self.most = max(self.most, sum(storage.nbytes() for storage in found if storage is not None))
+        return result
+
+
+def working_bytes(depth: int, rows: int, directory: Path, **changes: Any) -> int:
+    """The most activations in torch's memory at any moment of a warm step."""
+    model, optimizer = zi.prepare(
+        *made(lambda: only_layers(depth, 32)), zi.Config(memory="1MiB", nvme=directory, **changes)
+    )
+    batch = sequences(32, 16, rows)(0)
+    for _ in range(2):
+        peak = Peak()
+        with peak:
+            mean_square(model, batch).backward()
+        optimizer.step()
+    return peak.most
+
+
+def test_working_memory_is_that_of_one_block(tmp_path: Path) -> None:
+    """It does not grow with depth, and grows with the batch as one block's activations do."""
+    rows = 32
+    one = 4 * rows * 16 * 32
+    how: dict[str, Any] = {"checkpoint_activations": True, "offload_activations": True}
+    few, many = (working_bytes(depth, rows, tmp_path, **how) for depth in (4, 16))
+    assert abs(many - few) < one
+    assert working_bytes(16, rows, tmp_path, checkpoint_activations=True) > many + 10 * one
+    assert 1.5 * few < working_bytes(4, 2 * rows, tmp_path, **how) < 2.2 * few
+    # What autograd saves of a block, once, and as much again of gradients and of results on their way.
+    block = only_layers(1, 32)
+    held = Held()
+    with held:
+        output = block(sequences(32, 16, rows)(0))
+    del output
+    assert few < 2 * held.num_bytes + 2 * one
 
 
 def test_held_bytes_do_not_grow_with_depth(tmp_path: Path) -> None:
