@@ -302,10 +302,10 @@ def test_an_exception_inside_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_unit_that_cannot_fit_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with all_given_back():
         with (
-            pytest.raises(zi.CapacityError, match=r"(?s)Linear.*memory"),
+            pytest.raises(zi.CapacityError, match=r"(?s)Bilinear.weight.*memory is 64"),
             zi.init(zi.Config(memory="64KiB", nvme=tmp_path)),
         ):
-            nn.Sequential(nn.Linear(8, 8), nn.Linear(256, 256), nn.Linear(8, 8))
+            nn.Sequential(nn.Linear(8, 8), nn.Bilinear(32, 64, 64), nn.Linear(8, 8))
         assert num_hooks() == 0
 
 

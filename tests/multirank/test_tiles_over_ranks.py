@@ -6,7 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.multirank import MAX_NORM, Job, accumulate, check, clip_by_config, look_and_edit, steps
+from support.compare import assert_same
+from support.multirank import (
+    MAX_NORM,
+    Job,
+    Plain,
+    accumulate,
+    build,
+    check,
+    clip_by_config,
+    look_and_edit,
+    prepared_part,
+    run_jobs,
+    steps,
+)
+from support.ranks import run_ranks
 
 ABOVE = 2 * 4 * 32 * 40  # forty rows of the models' 32 elements, with their gradients
 
@@ -37,3 +51,15 @@ def test_accumulation_clipping_and_edits(stage: int, tmp_path: Path) -> None:
     check([Job(clip_by_config, "tied", settings=clipped)], 2, exact=False, moves=False)
     late = settings(stage, tmp_path, update="after_backward")
     check([Job(look_and_edit, "tied", settings=late)], 2, exact=False, moves=False)
+
+
+def test_built_by_init_in_tiles(tmp_path: Path) -> None:
+    """Every rank draws every value, tile by tile, and keeps its part; training has the bits of a model cut later."""
+    every = [{"stage": stage, "tile_above": ABOVE, "memory": "512KiB", "nvme": tmp_path} for stage in (3, 1)]
+    values = {name: p.detach() for name, p in Plain(Job(steps, "gpt2"), 2).model.named_parameters()}
+    later = run_jobs([Job(steps, "gpt2", settings=settings) for settings in every], 2)
+    for rank, outcomes in enumerate(run_ranks(2, build, 2, "gpt2", every)):
+        for number, (built, result, stats) in enumerate(outcomes):
+            assert_same("values as built", values, built)
+            assert_same(f"rank {rank}", prepared_part(later[number][rank]), prepared_part(result))
+            assert stats.memory_peak <= stats.memory_budget

@@ -112,17 +112,22 @@ class Assembled:
         self._collect()
         num_bytes = round_up(unit.num_elements * unit.compute_dtype.itemsize)
         spare = min(num_bytes, max(0, self._spare.num_bytes))
-        if not self._lender.lend(num_bytes - spare):
+        lent = num_bytes - spare
+        # One tile at a time has to be there to be copied.
+        beside = max(round_up(tile.unit.stored_bytes) for tile in unit.parameters[0].tiles)
+        if lent and not self._lender.lend(lent + beside):
             raise CapacityError(
                 f"{unit.parameters[0].name!r} is used in {len(unit.parameters[0].tiles)} tiles, but needed whole here: "
                 f"that takes {format_bytes(num_bytes)}, which memory of {format_bytes(self._budget)} has not room for "
                 "beside what is in use\n"
-                f"  fix:   memory={suggest_bytes(self._budget + num_bytes - spare)}, or use it by its layer alone "
+                f"  fix:   memory={suggest_bytes(self._budget + lent)}, or use it by its layer alone "
                 "(model.state_dict() and load_state_dict() need no such room)"
             )
+        if lent:
+            self._lender.take_back(beside)
         self._spare.num_bytes -= spare
         memory = self._allocate(num_bytes)
-        self._lent.append((memory, spare, num_bytes - spare))
+        self._lent.append((memory, spare, lent))
         return memory
 
     def _collect(self) -> None:

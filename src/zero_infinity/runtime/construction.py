@@ -2,6 +2,8 @@
 
 Every parameter that a module registers is noted. When the next module but one registers its first, those noted are
 moved into blocks and parked. (Not sooner: nn.MultiheadAttention registers a bias after its inner projection's.)
+A layer that takes more than half of the memory is cut into tiles as soon as its weight is registered, before
+anything was written there: so it is never whole, and `nn.init` fills it tile by tile (`runtime/tiled_edit.py`).
 Whatever the constructor does to them afterwards (tying, a second initialisation over all modules at the end) goes
 through the safety net, so that the values are those of a plain construction with the same seed.
 """
@@ -9,6 +11,7 @@ through the safety net, so that the values are those of a plain construction wit
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import torch
 from torch import nn
@@ -17,10 +20,15 @@ from zero_infinity.config import Config
 from zero_infinity.errors import CapacityError
 from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace
+from zero_infinity.runtime.assembled import Assembled
 from zero_infinity.runtime.host import ParameterHost, budget_of
 from zero_infinity.runtime.placement import home_while_building
+from zero_infinity.runtime.precision import Precision, precision_of
+from zero_infinity.runtime.residency import Spare
 from zero_infinity.runtime.sources import ComputeCache
-from zero_infinity.runtime.unit import ManagedParameter, make_unit, manageable
+from zero_infinity.runtime.tiled_use import TiledWeight
+from zero_infinity.runtime.tiles import Tiling, cut, is_tileable
+from zero_infinity.runtime.unit import ManagedParameter, Unit, make_unit, manageable
 from zero_infinity.shard.group import RankGroup
 from zero_infinity.store.block import Home
 from zero_infinity.store.extents import round_up
@@ -41,14 +49,21 @@ class Construction:
         self._cache: ComputeCache | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._budget = self._host.store.pool.budget  # for blocks
+        self._common_budget = self._budget  # of the rank that has least: all have to cut alike
+        self._assembled = Assembled(
+            self._host.exposure, self._host.residency, self._host.store.pool.take, Spare(0), self._budget
+        )
+        self._gather_bytes = 0  # for whole units
         self._resident_bytes = 0
         self._untrimmed_bytes = 0
 
     def begin(self) -> None:
         _under_way.append(self)
         self._host.exposure.on_copy = self._copied
+        self._host.end_construction = self._finish
         ranks = self._host.ranks
         if ranks is not None:
+            self._common_budget = ranks.smallest("the memory of zi.init", self._budget)
             # Each rank makes every value and keeps its part: so all have to draw the same.
             ranks.all_same(
                 "the random state before zi.init", _random_state(), "torch.manual_seed(...) alike on every rank"
@@ -63,21 +78,22 @@ class Construction:
     def _make_cache(self, ranks: RankGroup) -> ComputeCache:
         """Whole units, for constructors that look at a layer after it was cut into parts."""
         # The same on every rank: what is gathered again depends on it.
-        budget = int(ranks.smallest("the memory of zi.init", self._host.store.pool.budget) * _GATHER_SHARE)
+        budget = self._gather_bytes = int(self._common_budget * _GATHER_SHARE)
         self._host.store.pool.charge(budget)
         self._budget -= budget
         self._host.residency.limit(self._budget, 0)
         cache = ComputeCache(self._host.residency, CpuPlace(budget), budget, 0, ranks.wire("construction"))
         self._host.source = cache
         self._host.closers.append(cache.copier.close)
-
-        def end() -> None:
-            cache.copier.close()
-            self._host.store.pool.discharge(budget)
-            self._host.end_construction = lambda: None
-
-        self._host.end_construction = end
         return cache
+
+    def _finish(self) -> None:
+        """The model is about to be prepared: give back what only the construction needed."""
+        self._host.end_construction = lambda: None
+        self._assembled.write_home()
+        if self._cache is not None:
+            self._cache.copier.close()
+            self._host.store.pool.discharge(self._gather_bytes)
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or _under_way[-1] is not self or parked.managed(parameter) is not None:
@@ -86,7 +102,44 @@ class Construction:
             return
         if module not in self._open and len(self._open) > 1:
             self._close_all_but_last()
-        self._open.setdefault(module, {})[name] = parameter
+        num_rows = self._rows_of_a_tile(module, name, parameter)
+        if num_rows is None:
+            self._open.setdefault(module, {})[name] = parameter
+        else:
+            self._cut(type(module).__name__, f"{type(module).__name__}.{name}", parameter, num_rows)
+            hooks.attach_state_hooks(module, self._host.exposure)
+
+    def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
+        """As `prepare` would cut it; None for what stays whole, by default what takes up to half of the memory."""
+        config = self._host.config
+        if name != "weight" or not is_tileable(module, parameter):
+            return None
+        precision = precision_of(parameter.dtype, config, torch.device("cpu"), fast=False)
+        if config.tile_above is not None:
+            tiling = Tiling(config.tile_above)
+        elif config.nvme and 2 * parameter.nbytes > self._common_budget:
+            tiling = Tiling.by_default(self._common_budget)
+        else:
+            return None
+        return tiling.rows(f"{type(module).__name__}.{name}", parameter.shape, precision)
+
+    def _cut(self, unit_name: str, name: str, parameter: nn.Parameter, num_rows: int) -> None:
+        dtype = parameter.dtype
+        whole = cut(
+            unit_name,
+            name,
+            parameter,
+            num_rows,
+            precision=Precision(dtype, dtype, dtype),
+            device=torch.device("cpu"),
+            numbers=itertools.count(self._host.num_units),
+            sharding=self._host.sharding,
+        )
+        for tile in whole.tiles:
+            self._take_in(tile.unit)
+        whole.unit.source = self._assembled
+        whole.tiled_use = TiledWeight(whole, self._host.exposure, self._assembled)
+        self._host.park(whole.tiles[0].unit)
 
     def registered(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
         """A module has got a child, which is complete: also one that was copied, and never registered parameters."""
@@ -125,7 +178,10 @@ class Construction:
 
     def _copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
         """Layers are often made by copying the first: a copy is never registered, but goes the same way."""
-        self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
+        if original.tiles:
+            self._cut(original.unit.name, original.name, copy, original.tiles[0].shape[0])
+        else:
+            self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         unit = make_unit(
@@ -137,19 +193,24 @@ class Construction:
             number=self._host.num_units,
             sharding=self._host.sharding,
         )
+        self._take_in(unit)
+        self._host.park(unit)
+
+    def _take_in(self, unit: Unit) -> None:
+        """Give a unit its block, and the block its values."""
         self._host.num_units += 1
         nvme, budget = bool(self._host.config.nvme), self._budget
         size = round_up(unit.stored_bytes)
         home = home_while_building(unit.stored_bytes, self._resident_bytes, budget, nvme=nvme)
         if size + (self._resident_bytes if home is Home.RAM else 0) > budget:
-            raise _too_large(members, size, self._resident_bytes, budget, nvme=nvme)
+            raise _too_large(unit, size, self._resident_bytes, budget, nvme=nvme)
         if home is Home.RAM:
             self._resident_bytes += size
             self._host.residency.limit(budget - self._resident_bytes, 0)
         self._host.add(unit, home)
         if self._cache is not None:
             self._cache.add(unit)
-        self._host.move_in(unit)
+        self._host.fill(unit)
         self._untrimmed_bytes += size
         if self._untrimmed_bytes > budget // 4:
             trim_heap()
@@ -160,10 +221,8 @@ def _random_state() -> str:
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
 
 
-def _too_large(
-    members: list[tuple[str, nn.Parameter]], size: int, resident: int, budget: int, *, nvme: bool
-) -> CapacityError:
-    listed = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in members)
+def _too_large(unit: Unit, size: int, resident: int, budget: int, *, nvme: bool) -> CapacityError:
+    listed = ", ".join(f"{managed.name} {tuple(managed.shape)}" for managed in unit.parameters)
     if nvme:
         return CapacityError(
             f"{listed} needs {format_bytes(size)} of host memory to be built, but memory is {format_bytes(budget)}\n"

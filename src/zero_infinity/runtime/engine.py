@@ -288,7 +288,8 @@ class TrainingEngine:
         replaced: dict[Unit, None] = {}
         self._tiled: dict[ManagedParameter, bool] = {}  # and whether it makes logits
         tileable = find_tileable(model) if tiling is not None else {}
-        built = {known.unit.number for p in model.parameters() if (known := parked.managed(p)) is not None}
+        known_parts = (known.parts for p in model.parameters() if (known := parked.managed(p)) is not None)
+        built = {part.unit.number for parts in known_parts for part in parts}
         numbers = itertools.count(max(built, default=-1) + 1)
         for module, name, parameters in find_parameters(model):
             fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
@@ -297,7 +298,11 @@ class TrainingEngine:
                 for full_name, parameter in parameters
                 if tiling is not None and parameter in tileable
             }
-            torn_up = {known.unit for p, rows in num_rows.items() if rows and (known := parked.managed(p)) is not None}
+            torn_up = {
+                known.unit
+                for p, rows in num_rows.items()
+                if (known := parked.managed(p)) is not None and rows != known.rows_of_a_tile
+            }
             for full_name, parameter in parameters:
                 known = parked.managed(parameter)
                 dtypes = self._precision_of(parameter.dtype)
@@ -305,14 +310,15 @@ class TrainingEngine:
                     dtypes.stored,
                     dtypes.computed,
                 )
-                if known is not None and unchanged and known.unit not in torn_up:
-                    known.name = full_name
-                    known.unit.rename(name or type(model).__name__)
-                    owners.setdefault(module, []).append(known)
+                rows = num_rows.get(parameter)
+                if known is not None and unchanged and rows == known.rows_of_a_tile and known.unit not in torn_up:
+                    known.rename(name or type(model).__name__, full_name)
+                    owners.setdefault(module, []).extend(known.parts)
+                    if known.tiles:
+                        self._tiled[known] = tileable[parameter]
                     continue
                 if known is not None:
-                    replaced.setdefault(known.unit)
-                rows = num_rows.get(parameter)
+                    replaced.update(dict.fromkeys(part.unit for part in known.parts))
                 if rows is not None:
                     whole = cut(
                         name or type(model).__name__,
@@ -391,7 +397,7 @@ class TrainingEngine:
         if self._wires is None:
             return
         topic = Topic("start", _START, "the values to start with")
-        plain = [local_of(p.detach()) for p, managed in self._managed.items() if managed.unit.block is None]
+        plain = [local_of(p.detach()) for p in self._managed if parked.managed(p) is None]
         for tensor in [*plain, *map(local_of, model.buffers())]:
             self._wires.steps.spread(topic, tensor)
 

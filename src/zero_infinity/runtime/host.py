@@ -95,25 +95,20 @@ class ParameterHost:
 
     def drop_forgotten(self, kept: Collection[Unit]) -> None:
         """Give back units whose parameters nobody has any more: replaced while the model was built (tied weights)."""
-        for unit in [u for u in self.units if u not in kept]:
-            # Let go of them: those that die were held by the unit alone. A count of references does not tell with every
-            # version of torch and Python: what a graph holds need not be in it.
-            held = [(managed, weakref.ref(managed.parameter)) for managed in unit.parameters]
-            for managed in unit.parameters:
-                del managed.parameter
-            unit.parameters.clear()
-            for managed, reference in held:
-                parameter = reference()
-                if parameter is not None:
-                    managed.parameter = parameter
-                    unit.parameters.append(managed)
+        units = [u for u in self.units if u not in kept]
+        # Let go of them: those that die were held by units alone. A count of references does not tell with every
+        # version of torch and Python: what a graph holds need not be in it.
+        known = {p for unit in units for p in unit.parameters}
+        held = [(p, weakref.ref(p.parameter)) for p in known | {p.whole for p in known if p.whole is not None}]
+        for managed, _ in held:
+            del managed.parameter
+        alive = {managed: parameter for managed, reference in held if (parameter := reference()) is not None}
+        for managed, parameter in alive.items():
+            managed.parameter = parameter
+        for unit in units:
+            unit.parameters = [p for p in unit.parameters if p in alive]
             if not unit.parameters:
                 self.drop(unit)
-
-    def move_in(self, unit: Unit) -> None:
-        """Copy the values of a unit's parameters into its block and park them."""
-        self.fill(unit)
-        self.park(unit)
 
     def fill(self, unit: Unit) -> None:
         """Copy the values of a unit's parameters into its block."""

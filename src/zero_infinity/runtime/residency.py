@@ -40,6 +40,7 @@ class Residency:
         self.before_wait: Callable[[], None] = _nothing  # called by the computing thread
         self._blocks: dict[int, Block] = {}
         self._pins: Counter[int] = Counter()
+        self._lent = 0
         # Autograd runs hooks of accelerator graphs on a thread of its own.
         self._lock = threading.RLock()
 
@@ -60,7 +61,7 @@ class Residency:
         """From now on the blocks may take `budget` bytes together; what is over that leaves."""
         with self._lock:
             self.policy.lookahead = lookahead
-            for key in self.policy.shrink(budget):
+            for key in self.policy.shrink(budget - self._lent):
                 self.store.evict(self._blocks[key])
 
     def lend(self, num_bytes: int) -> bool:
@@ -74,11 +75,13 @@ class Residency:
             if self.policy.cached_bytes > self.policy.budget:
                 self.policy.shrink(before)
                 return False
+            self._lent += num_bytes
         return True
 
     def take_back(self, num_bytes: int) -> None:
         """What was lent is there again."""
         with self._lock:
+            self._lent -= num_bytes
             self.policy.shrink(self.policy.budget + num_bytes)
 
     def access(self, block: Block) -> None:

@@ -26,6 +26,8 @@ from torch.autograd.function import once_differentiable
 from zero_infinity.interrupts import held
 from zero_infinity.runtime.assembled import Assembled
 from zero_infinity.runtime.exposure import Exposure, Handle
+from zero_infinity.runtime.ordinary import ordinary_tensors
+from zero_infinity.runtime.tiled_edit import edit_by
 from zero_infinity.runtime.unit import ManagedParameter
 
 Result = TypeVar("Result")
@@ -40,18 +42,20 @@ class Trainer(Protocol):
 class TiledWeight:
     """One parameter with its tiles, as torch functions see it."""
 
-    def __init__(self, whole: ManagedParameter, exposure: Exposure, assembled: Assembled, trainer: Trainer) -> None:
+    def __init__(
+        self, whole: ManagedParameter, exposure: Exposure, assembled: Assembled, trainer: Trainer | None = None
+    ) -> None:
         self.whole = whole
         self._exposure = exposure
         self._assembled = assembled
-        self.trainer = trainer
+        self.trainer = trainer  # None before `prepare`
         # In place of a linear layer, when its outputs are logits over a vocabulary: `runtime/lazy_logits.py`.
         self.make_logits: Callable[[TiledWeight, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return NotImplemented
-        function = _FUNCTIONS.get(func)
+        function = _FUNCTIONS.get(func) or edit_by(func)
         return NotImplemented if function is None else function(self, *args, **keywords)
 
     @property
@@ -84,29 +88,42 @@ class TiledWeight:
         finally:
             source.unpin(tile.unit)
 
-    def copy(self) -> torch.Tensor:
-        """All values, in memory of their own."""
-        whole = torch.empty(self.whole.shape, dtype=self.whole.unit.compute_dtype, device=self.whole.cell.device)
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Some of its values, in memory of their own."""
+        shape = (last - first, *self.whole.shape[1:])
+        copied = torch.empty(shape, dtype=self.whole.unit.compute_dtype, device=self.whole.cell.device)
         with torch.no_grad():
             for tile in self.tiles:
-                self.with_tile(tile, tile.rows_of(whole).copy_)
-        return whole
+                start, stop = max(first, tile.first_row), min(last, tile.first_row + tile.shape[0])
+                if start < stop:
+                    rows = slice(start - tile.first_row, stop - tile.first_row)
+                    self.with_tile(tile, partial(_copy_rows, copied[start - first : stop - first], rows))
+        return copied
+
+    def row(self, number: int) -> torch.Tensor:
+        """One row as it is: who writes to it writes to the weight."""
+        tile = next(tile for tile in reversed(self.tiles) if tile.first_row <= number)
+        with held():
+            self._assembled.settle(self.whole.unit)
+            row = tile.of(self._exposure.acquire(tile.unit))[number - tile.first_row]
+            self._exposure.may_change(tile)
+        return row
 
     def is_copying(self) -> bool:
         """Whether a state_dict is being made."""
         return self._exposure.num_copying > 0
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Store other values."""
-        with held(), torch.no_grad():
+    def edit(self, work: Callable[[ManagedParameter, torch.Tensor], object]) -> None:
+        """Let `work` change each tile's values, in order."""
+        with held(), ordinary_tensors(), torch.no_grad():
             self._assembled.settle(self.whole.unit)
             for tile in self.tiles:
-                self._fill_tile(tile, tile.rows_of(values))
+                self._edit_tile(tile, work)
             self.whole.num_changes += 1
 
-    def _fill_tile(self, tile: ManagedParameter, values: torch.Tensor) -> None:
+    def _edit_tile(self, tile: ManagedParameter, work: Callable[[ManagedParameter, torch.Tensor], object]) -> None:
         flat = self._exposure.acquire(tile.unit)
-        tile.of(flat).copy_(values)
+        work(tile, tile.of(flat))
         # The master copy first: it takes all bits, what is stored may not.
         self._exposure.on_edit(tile, flat)
         tile.unit.the_source().keep(tile, flat)
@@ -136,17 +153,17 @@ class WeightGradient:
         self._use = use
         self._whole: torch.Tensor | None = None
         self.is_wanted: bool = ctx.needs_input_grad[1]
-        self._is_taken = False
-        if self.is_wanted and use.whole.group is not None:
+        self._taker = use.trainer if use.whole.group is not None else None
+        if self.is_wanted and self._taker is not None:
             try:
-                self.is_wanted = self._is_taken = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+                self.is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
             except RuntimeError:
-                self._is_taken = False  # torch.autograd.grad(..., weight)
+                self._taker = None  # torch.autograd.grad(..., weight)
 
     def add(self, tile: ManagedParameter, gradient: torch.Tensor) -> None:
-        if self._is_taken:
+        if self._taker is not None:
             with held():
-                self._use.trainer.on_tile_gradient(tile, gradient)
+                self._taker.on_tile_gradient(tile, gradient)
             return
         if self._whole is None:
             self._whole = gradient.new_empty(self._use.whole.shape)
@@ -287,6 +304,10 @@ def add_product(total: torch.Tensor | None, x: torch.Tensor, weight: torch.Tenso
     return x @ weight if total is None else total.addmm_(x, weight)
 
 
+def _copy_rows(into: torch.Tensor, rows: slice, values: torch.Tensor) -> None:
+    into.copy_(values[rows])
+
+
 def _inside(words: torch.Tensor, tile: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
     """Which words are a tile's, and which of its rows they are."""
     own = columns(tile)
@@ -336,14 +357,23 @@ def _embedding(
 
 
 def _detach(use: TiledWeight, _: Any) -> Any:
-    return use.copy() if use.is_copying() else NotImplemented
+    return use.rows(0, use.whole.shape[0]) if use.is_copying() else NotImplemented
+
+
+def _getitem(use: TiledWeight, target: Any, index: Any) -> Any:
+    """A row, while the model is built: that of an embedding's padding is set to zero."""
+    if target is not use.parameter or type(index) is not int or use.trainer is not None or torch.is_grad_enabled():
+        return NotImplemented
+    num_rows = use.whole.shape[0]
+    return use.row(index % num_rows) if -num_rows <= index < num_rows else NotImplemented
 
 
 def _copy(use: TiledWeight, target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001
     """`load_state_dict`: no need to have the old values, let alone all of them."""
     if target is not use.parameter or torch.is_grad_enabled() or not _is_ordinary(source):
         return NotImplemented
-    use.fill(source.expand(use.whole.shape))
+    values = source.expand(use.whole.shape)
+    use.edit(lambda tile, into: into.copy_(tile.rows_of(values)))
     return target
 
 
@@ -366,4 +396,5 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.addmm: _addmm,
     torch.Tensor.detach: _detach,
     torch.Tensor.copy_: _copy,
+    torch.Tensor.__getitem__: _getitem,
 }

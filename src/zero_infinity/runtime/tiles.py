@@ -65,28 +65,37 @@ def find_tileable(model: nn.Module) -> dict[nn.Parameter, bool]:
     # Tables of positions are embeddings, too: words are those of which there are most.
     num_words = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     for module in model.modules():
-        if _does_with_tiles(module):
-            weight = module._parameters.get("weight")
-            if weight is not None and _may_be_cut(weight):
-                makes_logits = isinstance(module, nn.Linear) and module.out_features == num_words
-                found[weight] = found.get(weight, False) or makes_logits
+        weight = module._parameters.get("weight")
+        if weight is not None and is_tileable(module, weight):
+            makes_logits = isinstance(module, nn.Linear) and module.out_features == num_words
+            found[weight] = found.get(weight, False) or makes_logits
     return found
 
 
+def is_tileable(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether this weight of this module can be used in tiles."""
+    return _does_with_tiles(module) and _may_be_cut(weight)
+
+
 def check_room_to_cut(wholes: Iterable[ManagedParameter], cache: int, memory: int) -> None:
-    """Raise when a parameter that `zi.init` has put in a block, whole, cannot be read from there to be cut."""
+    """Raise when a parameter that `zi.init` has put in other blocks cannot be read from there to be cut."""
     for whole in wholes:
         built: ManagedParameter | None = whole.parameter.__dict__.get(ATTRIBUTE)
-        if built is None or built.unit.block is None or built.unit.block.home is Home.RAM:
+        if built is None or built is whole:
             continue
-        needed = built.unit.block.held_bytes + round_up(max(tile.unit.stored_bytes for tile in whole.tiles))
-        if needed > cache:
+        old = max((part.unit.the_block() for part in built.parts), key=lambda block: block.held_bytes)
+        needed = old.held_bytes + round_up(max(tile.unit.stored_bytes for tile in whole.tiles))
+        if old.home is Home.NVME and needed > cache:
             raise CapacityError(
-                f"{whole.name!r} was built whole by zi.init, and takes {format_bytes(needed)} with its first tile to "
-                f"be cut into {len(whole.tiles)} tiles, but of memory {format_bytes(memory)} there are "
-                f"{format_bytes(cache)} for that\n  fix:   memory={suggest_bytes(memory + needed - cache)}, or build "
-                "the model without zi.init"
+                f"{whole.name!r} was built by zi.init in {_number(built)}, and takes {format_bytes(needed)} with its "
+                f"first tile to be cut into {len(whole.tiles)}, but of memory {format_bytes(memory)} there are "
+                f"{format_bytes(cache)} for that\n  fix:   memory={suggest_bytes(memory + needed - cache)}, or "
+                "tile_above= in zi.Config, or build the model without zi.init"
             )
+
+
+def _number(built: ManagedParameter) -> str:
+    return f"{len(built.tiles)} tiles" if built.tiles else "one piece"
 
 
 def _does_with_tiles(module: nn.Module) -> bool:
@@ -98,7 +107,9 @@ def _does_with_tiles(module: nn.Module) -> bool:
     if forward is nn.Linear.forward:
         return not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if forward is nn.Embedding.forward:
-        return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+        # An embedding that is being built does not know of the last yet.
+        is_sparse = module.__dict__.get("sparse", False)
+        return isinstance(module, nn.Embedding) and module.max_norm is None and not is_sparse
     transformers = sys.modules.get("transformers.pytorch_utils")  # it takes seconds to import, and need not be there
     return transformers is not None and forward is transformers.Conv1D.forward
 

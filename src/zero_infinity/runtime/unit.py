@@ -46,6 +46,9 @@ class TiledUse(Protocol):
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """The result of a torch function, tile by tile; `NotImplemented` when that needs the whole."""
 
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Some of its values, in memory of their own."""
+
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ManagedParameter:
@@ -82,12 +85,28 @@ class ManagedParameter:
         """Those that hold its values: its tiles, or itself."""
         return self.tiles or [self]
 
+    @property
+    def rows_of_a_tile(self) -> int | None:
+        """None when it has none."""
+        return self.tiles[0].shape[0] if self.tiles else None
+
+    def rename(self, unit_name: str, name: str) -> None:
+        """Its module has got a name."""
+        self.name = name
+        self.unit.rename(unit_name)
+        for tile in self.tiles:
+            rows = f"[{tile.first_row}:{tile.first_row + tile.shape[0]}]"
+            tile.rename(unit_name + rows, name + rows)
+
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of a tensor in the shape of the user's parameter, what belongs to this tile; all, if it is none."""
         return tensor if self.whole is None else tensor[self.first_row : self.first_row + self.shape[0]]
 
     def value(self) -> torch.Tensor:
         """Its values as the user's parameter has them now."""
+        known: ManagedParameter | None = self.parameter.__dict__.get(ATTRIBUTE)
+        if known is not None and known.tiled_use is not None:
+            return known.tiled_use.rows(self.first_row, self.first_row + self.shape[0])
         return self.rows_of(self.parameter.detach())
 
     @property
@@ -236,6 +255,7 @@ def make_unit(
         # A cell of its own for each, so that whoever writes into a parked parameter by a side door is found out.
         cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
         local = local_of(parameter)
+        known: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)  # parked, its own stride is not the true one
         if local is not parameter and compute_dtype != local.dtype:
             raise UsageError(
                 f"parameter {full_name!r} is a DTensor of {local.dtype} and cannot be computed in {compute_dtype}\n"
@@ -248,7 +268,7 @@ def make_unit(
                 unit=unit,
                 offset=unit.num_elements,
                 shape=local.shape,
-                stride=dense_stride(local.detach()),
+                stride=known.stride if known is not None else dense_stride(local.detach()),
                 cell=cell,
                 parked_data=cell.expand(local.shape),
                 plain_class=plain_class_of(parameter),
