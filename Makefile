@@ -5,14 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 4
+# DeepSpeed and what it needs is kept apart from what this project needs.
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench clean
+.PHONY: help train test test-all lint bench bench-peers numbers clean
 # A target whose recipe failed half-way must not look up to date.
 .DELETE_ON_ERROR:
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 train: $(STAMP) ## train a model whose states are six times its memory budget (a minute or two)
 	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
@@ -34,8 +37,17 @@ bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (about 8 
 	$(BIN)/zero-infinity bench io "$$directory" && \
 	$(BIN)/zero-infinity bench train --nvme "$$directory" --out bench-out
 
+bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (about 15 minutes; needs g++ and libaio's headers)
+	@echo '#include <libaio.h>' | g++ -x c++ -fsyntax-only - || \
+	echo "no g++ or no libaio.h (Debian: apt-get install g++ libaio-dev): DeepSpeed's rows will be errors"
+	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
+	$(PEERS)/bin/zero-infinity bench peers --nvme "$$directory" --out bench-out
+
+numbers: $(STAMP) ## keep what is in bench-out in docs/results, and write the tables of README.md and docs/numbers.md
+	$(BIN)/python dev/figures.py --take bench-out
+
 clean: ## remove .venv and everything that tools leave behind
-	rm -rf $(VENV) build dist bench-out .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) build dist bench-out .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +
 
@@ -46,4 +58,12 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Without isolation here, too: DeepSpeed imports torch while it is built.
+$(PEERS_STAMP): pyproject.toml constraints.txt constraints-peers.txt
+	@echo "installing into $(PEERS) (torch is large; the first time takes minutes)"
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt setuptools torch numpy
+	$(PEERS)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt -c constraints-peers.txt -e '.[peers,plot]'
 	@touch $@

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
-from zero_infinity.cli import bench_capacity
-from zero_infinity.cli.bench_capacity import Trial, largest, try_to_train
+from zero_infinity.cli.bench_capacity import Trainee, Trial, Way, largest
 from zero_infinity.cli.bench_contender import Race, Setting
 from zero_infinity.cli.control_group import control_group
 from zero_infinity.cli.main import main
@@ -28,12 +28,12 @@ def groups() -> None:
 def test_the_largest_is_found_by_halving(fits: int) -> None:
     tried: list[int] = []
 
-    def attempt(_: Setting, layers: int, limit: int | None) -> Trial:
+    def attempt(_: Way, layers: int, limit: int | None) -> Trial:
         tried.append(layers)
         assert limit == 7
-        return Trial(layers, layers, (), 1.0, None, None if layers <= fits else "too large")
+        return Trial(layers, layers, (), 1.0, 1.0, None, None if layers <= fits else "too large")
 
-    found = largest(Setting("any"), 12, 7, attempt)
+    found = largest(Way("any"), 12, 7, attempt)
     assert (found.largest.layers if found.largest else 0) == fits
     assert (found.failed.layers if found.failed else None) == (fits + 1 if fits < 12 else None)
     assert tried[0] == 12
@@ -44,9 +44,13 @@ def test_the_largest_is_found_by_halving(fits: int) -> None:
 def test_a_model_that_the_kernel_kills_trains_within_the_same_limit(groups: None, tmp_path: Path) -> None:
     race = Race(layers=12, hidden=512, heads=4, batch=1, seq=8, seed=0, lr=1e-3, num_steps=3)  # 585 MiB of states
     limit = 512 * MIB
-    plain = try_to_train(race, Setting("plain"), limit, timeout=120)
+
+    def train(way: Way) -> Trial:
+        return Trainee(race, way, str(tmp_path), "", timeout=120).train(limit, lambda _: None)
+
+    plain = train(Way("plain"))
     assert plain.error == "killed by the kernel: more than 512.0 MiB of memory"
-    ours = try_to_train(race, Setting("ours", 96 * MIB, str(tmp_path)), limit, timeout=120)
+    ours = train(Way("ours", Setting("ours", 96 * MIB, str(tmp_path))))
     assert ours.error is None
     assert len(ours.losses) == 3
     assert all(map(math.isfinite, ours.losses))
@@ -63,17 +67,20 @@ def test_a_difference_to_the_run_without_a_limit_fails_the_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def train(race: Race, setting: Setting, limit: int | None, timeout: float) -> Trial:
+    def train(self: Trainee, limit: int | None, say: object) -> Trial:
         loss = 1.0 if limit is not None else reference
-        fails = setting.memory is None and limit is not None
-        return Trial(race.layers, 10, (loss,), 1.0, None, "killed" if fails else None)
+        fails = self.way.setting is not None and self.way.setting.memory is None and limit is not None
+        return Trial(self.race.layers, 10, (loss,), 1.0, 1.0, None, "killed" if fails else None)
 
-    monkeypatch.setattr(bench_capacity, "try_to_train", train)
-    assert main(["bench", "capacity", str(tmp_path)]) == code
+    monkeypatch.setattr(Trainee, "train", train)
+    assert main(["bench", "capacity", str(tmp_path), "--out", str(tmp_path / "out")]) == code
+    found = json.loads((tmp_path / "out" / "capacity.json").read_text())
+    assert found["capacities"][1]["largest"]["losses"] == [1.0]
+    assert found["without_a_limit"]["losses"] == [reference]
     assert text in capsys.readouterr().out
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "capacity", str(tmp_path / "no")]) == 2
     assert main(["bench", "capacity", str(tmp_path), "--hidden", "100"]) == 2
-    assert "multiple of 128" in capsys.readouterr().err
+    assert "multiple of 64" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from zero_infinity.cli import bench_contender, bench_train
 from zero_infinity.cli.bench_contender import Contender, Race, Sample, Setting
 from zero_infinity.cli.bench_report import Report
 from zero_infinity.cli.main import main
+from zero_infinity.cli.provenance import Provenance
 
 TINY = "--layers=2 --hidden=64 --batch=2 --seq=32 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
 RACE = Race(layers=1, hidden=64, heads=1, batch=1, seq=8, seed=0, lr=1e-3, num_steps=4)
@@ -45,7 +46,9 @@ def fake(name: str, fault: str = "pass", timeout: float = 30.0) -> Contender:
 
 
 def report_of(contenders: Sequence[Contender]) -> Report:
-    return Report("bench", "today", None, {}, {"layers": 1, "hidden": 1, "batch": 1, "seq": 1}, 0, False, contenders)
+    return Report(
+        Provenance("bench", "today", None, {}), {"layers": 1, "hidden": 1, "batch": 1, "seq": 1}, 0, False, contenders
+    )
 
 
 def with_losses(name: str, losses: Sequence[float], seconds: float = 1.0) -> Contender:

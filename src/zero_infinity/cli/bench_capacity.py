@@ -3,15 +3,17 @@
 One family of models, of which only the number of layers differs. Each trial is a process in a control group with the
 limit; it builds the model and takes three steps, or fails: killed by the kernel, or with an error of its own. The
 largest is tried first, then halves. What this library trained within the limit is trained once more without one, by
-plain PyTorch where that fits in the machine, and the losses are compared bit for bit.
+plain PyTorch where that fits in the machine, and the losses are compared bit for bit. With `--peers`, the scripts of
+`bench peers` are tried, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,20 +23,38 @@ from rich.table import Table
 
 from zero_infinity.cli import interruption
 from zero_infinity.cli.bench_contender import WORKER, Contender, Race, Setting
+from zero_infinity.cli.bench_peers import PEERS, Peer, build_extensions, extensions_folder, make_contender
+from zero_infinity.cli.bench_train import STATE_BYTES, progress
 from zero_infinity.cli.control_group import control_group
+from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.units import format_bytes, format_count, format_seconds, parse_bytes
 from zero_infinity.workload.presets import Shape
 
 _NUM_STEPS = 3
-_SEQ = 64
-_HEAD_WIDTH = 128
+_SEQ = 32
+_HEAD_WIDTH = 64
 _LR = 1e-4
-_STATE_BYTES = 16  # a parameter in float32 with AdamW: value, gradient, momentum, variance
+_GRADIENT_BYTES = 4  # a parameter; its states are STATE_BYTES
 # The engine's part of the limit: the rest is for torch itself (0.3 GiB) and activations.
-_ENGINE_SHARE = 0.5
-_EPILOG = "example: zero-infinity bench capacity /mnt/nvme --limit 2GiB"
+_ENGINE_SHARE = 0.45
+_EPILOG = """\
+examples:
+  zero-infinity bench capacity /mnt/nvme --limit 2GiB
+  zero-infinity bench capacity /mnt/nvme --limit 2GiB --peers --out bench-out
+"""
+# What other systems are tried; those that keep everything in RAM cannot do better than plain PyTorch.
+_PEERS = ("fsdp2", "mapped", "ds-cpu", "ds-nvme", "ds-params")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train: a setting of `bench train`'s worker, or a peer's script."""
+
+    name: str
+    setting: Setting | None = None
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +65,7 @@ class Trial:
     num_parameters: int
     losses: tuple[float, ...]
     seconds: float | None  # of the fastest step
+    start_seconds: float | None  # from the process's launch to its first step
     peak_bytes: int | None  # of its control group: memory of all kinds
     error: str | None
 
@@ -59,15 +80,22 @@ class Capacity:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("capacity", help="the largest model within a real memory limit", epilog=_EPILOG)
+    parser = subparsers.add_parser(
+        "capacity",
+        help="the largest model within a real memory limit",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory", metavar="DIR", type=Path, help="where the swap space goes")
     parser.add_argument("--limit", default="2GiB", metavar="SIZE", help="of the control group (2GiB)")
     parser.add_argument(
-        "--layers", type=int, default=20, metavar="N", help="the largest model that is tried (20: 1.0B)"
+        "--layers", type=int, default=112, metavar="N", help="the largest model that is tried (112: 1.4B)"
     )
-    parser.add_argument("--hidden", type=int, default=2048, metavar="N", help="its width (2048: 50M a layer)")
-    parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="for one step (1800)")
+    parser.add_argument("--hidden", type=int, default=1024, metavar="N", help="its width (1024: 13M a layer)")
+    parser.add_argument("--peers", action="store_true", help="also FSDP2, mapped files and DeepSpeed: see bench peers")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one step (600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write capacity.json there")
     parser.set_defaults(run=run)
 
 
@@ -77,88 +105,128 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.directory} is not a directory")
     if args.layers < 1 or args.hidden < _HEAD_WIDTH or args.hidden % _HEAD_WIDTH:
         raise ConfigError(f"--layers is at least 1, and --hidden a multiple of {_HEAD_WIDTH}")
-    console = Console(stderr=True)
+    origin = provenance(args.directory)
+    with interruption.watched(), progress() as say, _swap_space(args.directory) as nvme, extensions_folder() as built:
 
-    def attempt(setting: Setting, layers: int, limit: int | None) -> Trial:
-        result = try_to_train(_race(layers, args.hidden), setting, limit, args.timeout)
-        outcome = result.error or f"{format_seconds(result.seconds or 0.0)} a step"
-        where = f"within {format_bytes(limit)}" if limit is not None else "without a limit"
-        console.print(f"{setting.name}, {layers} layers {where}: {outcome}", style="dim", markup=False)
-        return result
+        def attempt(way: Way, layers: int, limit: int | None) -> Trial:
+            where = f"within {format_bytes(limit)}" if limit is not None else "without a limit"
+            what = f"{way.name}, {layers} layers {where}"
+            say(f"{what}: starting")
+            trainee = Trainee(_race(layers, args.hidden), way, nvme, built, args.timeout)
+            result = trainee.train(limit, lambda step: say(f"{what}: {step}"))
+            say(f"{what}: {result.error or f'{format_seconds(result.seconds or 0.0)} a step'}")
+            return result
 
-    with interruption.watched(), _swap_space(args.directory) as nvme:
-        plain = Setting("plain PyTorch")
-        ours = Setting("this library", int(limit * _ENGINE_SHARE), nvme)
-        found = [largest(setting, args.layers, limit, attempt) for setting in (plain, ours)]
+        plain = Way("plain PyTorch", Setting("plain PyTorch"))
+        ours = Way("this library", Setting("this library", int(limit * _ENGINE_SHARE), nvme))
+        ways = [plain, ours]
+        if args.peers:
+            say("DeepSpeed compiles its extensions")
+            build_extensions(built)
+            ways += [Way(PEERS[key].name, peer=PEERS[key]) for key in _PEERS]
+        found = [largest(way, args.layers, limit, attempt) for way in ways]
         reference = _reference(found[1], plain, attempt, nvme)
     differs = reference is not None and found[1].largest is not None and reference.losses != found[1].largest.losses
+    content = json.dumps(
+        {
+            **asdict(origin),
+            "limit": limit,
+            "hidden": args.hidden,
+            "capacities": [asdict(capacity) for capacity in found],
+            "without_a_limit": asdict(reference) if reference is not None else None,
+        },
+        indent=1,
+    )
     if args.json:
-        print(json.dumps(_as_json(limit, found, reference), indent=2))
+        print(content)
     else:
         _print(Console(), limit, found, reference)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "capacity.json").write_text(content + "\n", encoding="utf-8")
     return 1 if differs or found[1].largest is None else 0
 
 
-def largest(setting: Setting, most: int, limit: int, attempt: Callable[[Setting, int, int | None], Trial]) -> Capacity:
+def largest(way: Way, most: int, limit: int, attempt: Callable[[Way, int, int | None], Trial]) -> Capacity:
     """Try the largest model first; then halve what is between what trained and what did not."""
     trained: Trial | None = None
     failed: Trial | None = None
     low, high = 0, most + 1  # layers that train, layers that do not (or were not asked for)
     layers = most
     while low < layers < high:
-        trial = attempt(setting, layers, limit)
+        trial = attempt(way, layers, limit)
         if trial.error is None:
             trained, low = trial, layers
         else:
             failed, high = trial, layers
         layers = (low + high) // 2
-    return Capacity(setting.name, trained, failed)
+    return Capacity(way.name, trained, failed)
 
 
-def try_to_train(race: Race, setting: Setting, limit: int | None, timeout: float) -> Trial:
-    """Three steps in a process of its own."""
-    shape = Shape(race.layers, race.hidden, race.heads, race.seq)
-    if limit is None:
-        contender = Contender(race, setting, timeout=timeout)
-        _train(contender)
-        return _trial(race, shape, contender, None, contender.error)
-    with control_group(limit) as group:
-        contender = Contender(race, setting, timeout=timeout, command=group.inside(WORKER))
-        _train(contender)
-        error = contender.error
-        if error is not None and group.num_kills:
-            error = f"killed by the kernel: more than {format_bytes(limit)} of memory"
-        return _trial(race, shape, contender, group.peak_bytes, error)
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """One model in a process of its own, which takes three steps."""
+
+    race: Race
+    way: Way
+    nvme: str
+    extensions: str
+    timeout: float
+
+    def train(self, limit: int | None, say: Callable[[str], None]) -> Trial:
+        with tempfile.TemporaryDirectory(dir=self.nvme) as space:
+            if limit is None:
+                contender = self._contender(list, space)
+                _train(contender, say)
+                return self._trial(contender, None, contender.error)
+            with control_group(limit) as group:
+                contender = self._contender(group.inside, space)
+                _train(contender, say)
+                error = contender.error
+                if error is not None and group.num_kills:
+                    error = f"killed by the kernel: more than {format_bytes(limit)} of memory"
+                return self._trial(contender, group.peak_bytes, error)
+
+    def _contender(self, wrap: Callable[[Sequence[str]], list[str]], space: str) -> Contender:
+        if self.way.peer is not None:
+            return make_contender(self.way.peer, self.race, Path(space), self.extensions, self.timeout, wrap)
+        setting = self.way.setting or Setting(self.way.name)
+        return Contender(self.race, setting, timeout=self.timeout, command=wrap(WORKER))
+
+    def _trial(self, contender: Contender, peak: int | None, error: str | None) -> Trial:
+        race = self.race
+        seconds = min((sample.seconds for sample in contender.samples), default=None)
+        losses = tuple(sample.loss for sample in contender.samples)
+        if error is None and not all(map(math.isfinite, losses)):
+            error = f"a loss is not finite: {losses}"
+        count = Shape(race.layers, race.hidden, race.heads, race.seq).num_parameters
+        return Trial(race.layers, count, losses, seconds, contender.start_seconds, peak, error)
 
 
-def _train(contender: Contender) -> None:
+def _train(contender: Contender, say: Callable[[str], None]) -> None:
     try:
         contender.launch()
         contender.greet()
         contender.start()
-        for _ in range(_NUM_STEPS):
+        for number in range(1, _NUM_STEPS + 1):
             contender.step(drain=True)
+            if contender.alive:
+                say(f"step {number} of {_NUM_STEPS}, {format_seconds(contender.samples[-1].seconds)}")
     finally:
         contender.kill()
 
 
-def _trial(race: Race, shape: Shape, contender: Contender, peak: int | None, error: str | None) -> Trial:
-    seconds = min((sample.seconds for sample in contender.samples), default=None)
-    losses = tuple(sample.loss for sample in contender.samples)
-    return Trial(race.layers, shape.num_parameters, losses, seconds, peak, error)
-
-
 def _reference(
-    found: Capacity, plain: Setting, attempt: Callable[[Setting, int, int | None], Trial], nvme: str
+    found: Capacity, plain: Way, attempt: Callable[[Way, int, int | None], Trial], nvme: str
 ) -> Trial | None:
     """The largest model once more, without a limit."""
     if found.largest is None:
         return None
     memory = host_memory().available
-    needed = _STATE_BYTES * found.largest.num_parameters
+    needed = (STATE_BYTES + _GRADIENT_BYTES) * found.largest.num_parameters
     # A fifth more, for torch and activations; else the engine without a limit, which is plain PyTorch bit for bit.
-    setting = plain if 1.2 * needed < memory else Setting("this library", memory // 2, nvme)
-    return attempt(setting, found.largest.layers, None)
+    engine = Way("this library", Setting("this library", memory // 2, nvme))
+    return attempt(plain if 1.2 * needed < memory else engine, found.largest.layers, None)
 
 
 def _race(layers: int, hidden: int) -> Race:
@@ -180,7 +248,7 @@ def _print(console: Console, limit: int, found: list[Capacity], reference: Trial
         best, failed = capacity.largest, capacity.failed
         row = ["none", "", "", ""]
         if best is not None:
-            states = format_bytes(_STATE_BYTES * best.num_parameters)
+            states = format_bytes(STATE_BYTES * best.num_parameters)
             peak = format_bytes(best.peak_bytes) if best.peak_bytes is not None else ""
             row = [format_count(best.num_parameters), states, peak, f"{best.seconds or 0.0:.1f}"]
         why = "not tried" if failed is None else f"{format_count(failed.num_parameters)}: {failed.error}"
@@ -191,11 +259,3 @@ def _print(console: Console, limit: int, found: list[Capacity], reference: Trial
         equal = "equal, bit for bit" if ours.losses == reference.losses else f"DIFFERENT: {reference.losses}"
         losses = ", ".join(f"{loss:.6f}" for loss in ours.losses)
         console.print(f"losses {losses}; of a run without a limit: {reference.error or equal}")
-
-
-def _as_json(limit: int, found: list[Capacity], reference: Trial | None) -> dict[str, object]:
-    return {
-        "limit": limit,
-        "capacities": [asdict(capacity) for capacity in found],
-        "without_a_limit": asdict(reference) if reference is not None else None,
-    }

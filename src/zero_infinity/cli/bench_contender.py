@@ -21,9 +21,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from zero_infinity.cli.process_tree import Usage, usage
 
 WORKER = (sys.executable, "-m", "zero_infinity.cli.bench_worker")
 
@@ -54,6 +56,12 @@ class Setting:
     memory: int | None = None
     nvme: str | None = None  # a directory; None: the states stay in RAM
     fraction: float | None = None  # of the states that `memory` is, where that was asked for
+    # Of ablations and growth (bench_variant, bench_ranks): further settings, parts of the engine that are left out,
+    # the speed of an emulated drive, and how many ranks share the batch.
+    options: Mapping[str, object] = field(default_factory=dict)
+    without: Sequence[str] = ()
+    bytes_per_second: float | None = None
+    ranks: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -103,15 +111,27 @@ class ContenderError(Exception):
 class Contender:
     """The process. `launch`, `greet`, `start`, a `step` as often as it has steps, `finish`; and `kill` at any time."""
 
-    def __init__(self, race: Race, setting: Setting, *, timeout: float, command: Sequence[str] = WORKER) -> None:
+    def __init__(
+        self,
+        race: Race,
+        setting: Setting,
+        *,
+        timeout: float,
+        command: Sequence[str] = WORKER,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.setting = setting
         self.start_info: Start | None = None
+        self.start_seconds: float | None = None  # from launch to the first step, imports included
         self.samples: list[Sample] = []
+        self.usages: list[Usage] = []  # of its tree of processes: when it had started, and after each step
         self.finish_info: Finish | None = None
         self.error: str | None = None
         self._race = race
         self._timeout = timeout
         self._command = command
+        self._environment = {**os.environ, **environment} if environment else None
+        self._launched = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._unread = b""
@@ -157,8 +177,14 @@ class Contender:
     def _launch(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
         # A group of its own: Ctrl-C on the terminal is for the command, which then ends its contenders.
+        self._launched = time.monotonic()
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, process_group=0
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=self._environment,
+            process_group=0,
         )
 
     def _greet(self) -> None:
@@ -167,6 +193,7 @@ class Contender:
     def _start(self) -> None:
         self._say({"race": asdict(self._race), "setting": asdict(self.setting), "parent": os.getpid()})
         self.start_info = Start(**self._hear())
+        self.start_seconds = time.monotonic() - self._launched
         self._stop()
 
     def _step(self, *, drain: bool) -> None:
@@ -186,7 +213,9 @@ class Contender:
         """End the process, whatever it does, and wait for its end. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):  # its whole group: a compiler that it started, too
+                    os.killpg(process.pid, signal.SIGKILL)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # what it did not read any more
@@ -246,9 +275,14 @@ class Contender:
     # ------------------------------------------------------------------ turns
 
     def _stop(self) -> None:
-        """Stop every thread, and wait until they stand still."""
+        """Stop all of its threads and processes, wait until they stand still, and note what was used until then."""
         pid = self._running().pid
-        os.kill(pid, signal.SIGSTOP)
+        self._stand_still(pid)
+        self.usages.append(usage(pid))
+
+    @staticmethod
+    def _stand_still(pid: int) -> None:
+        os.killpg(pid, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_SECONDS
         while os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             if time.monotonic() > deadline:
@@ -256,7 +290,7 @@ class Contender:
             time.sleep(0.0002)
 
     def _continue(self) -> None:
-        os.kill(self._running().pid, signal.SIGCONT)
+        os.killpg(self._running().pid, signal.SIGCONT)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

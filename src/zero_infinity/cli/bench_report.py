@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_infinity.cli.bench_contender import Contender, Sample
+from zero_infinity.cli.provenance import Provenance
 from zero_infinity.units import format_bytes, format_count, format_seconds
 
 HEADINGS = (
@@ -69,10 +70,7 @@ class Figures:
 class Report:
     """Everything about one run, as it goes into the JSON file."""
 
-    command: str
-    date: str
-    commit: str | None
-    machine: dict[str, object]
+    origin: Provenance
     race: dict[str, object]
     warmup: int
     drain: bool
@@ -93,9 +91,9 @@ class Report:
         seconds = sum(s.seconds for s in samples)
         return Figures(
             seconds=statistics.median(s.seconds for s in samples),
-            wall=_ratios([s.seconds for s in samples], [s.seconds for s in plain]),
+            wall=ratios([s.seconds for s in samples], [s.seconds for s in plain]),
             quiet=_quiet(samples, plain),
-            cpu=_ratios([s.cpu_seconds for s in samples], [s.cpu_seconds for s in plain]),
+            cpu=ratios([s.cpu_seconds for s in samples], [s.cpu_seconds for s in plain]),
             wait_fraction=sum(s.waited_seconds for s in samples) / seconds,
             read_bytes=sum(s.bytes_read for s in samples) / len(samples),
             written_bytes=sum(s.bytes_written for s in samples) / len(samples),
@@ -126,10 +124,7 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(
             {
-                "command": self.command,
-                "date": self.date,
-                "commit": self.commit,
-                "machine": self.machine,
+                **asdict(self.origin),
                 "race": self.race,
                 "warmup": self.warmup,
                 "drain": self.drain,
@@ -207,7 +202,7 @@ class Report:
     def print(self, console: Console) -> None:
         """A table on a terminal, aligned lines elsewhere."""
         if not console.is_terminal:
-            print(f"{self.caption()}\n{_aligned([list(HEADINGS), *self.rows()])}", flush=True)
+            print(f"{self.caption()}\n{aligned([list(HEADINGS), *self.rows()])}", flush=True)
         else:
             table = Table(title=self.caption(), title_justify="left")
             for number, heading in enumerate(HEADINGS):
@@ -224,25 +219,23 @@ class Report:
 
     def to_markdown(self) -> str:
         lines = [
-            f"`{self.command}`",
-            f"{self.caption()}. {self.date}, commit {self.commit or 'unknown'}, "
-            + ", ".join(str(value) for value in self.machine.values())
-            + ".",
-            _markdown_table(HEADINGS, self.rows()),
+            f"`{self.origin.command}`",
+            f"{self.caption()}. {self.origin.in_words()}.",
+            markdown_table(HEADINGS, self.rows()),
             "\n".join(self.differences()) or self.verdict() + ".",
         ]
         return "\n\n".join(lines + [f"Failed: {line}" for line in self.errors()]) + "\n"
 
 
-def _ratios(values: Sequence[float], plain: Sequence[float]) -> Ratios | None:
-    ratios = [value / base for value, base in zip(values, plain, strict=False) if base > 0]
-    if not ratios:
+def ratios(values: Sequence[float], plain: Sequence[float]) -> Ratios | None:
+    found = [value / base for value, base in zip(values, plain, strict=False) if base > 0]
+    if not found:
         return None
     return Ratios(
-        median=statistics.median(ratios),
-        minimum=min(ratios),
-        p10=_percentile(ratios, 0.1),
-        p90=_percentile(ratios, 0.9),
+        median=statistics.median(found),
+        minimum=min(found),
+        p10=_percentile(found, 0.1),
+        p90=_percentile(found, 0.9),
         best=min(values) / min(plain),
     )
 
@@ -278,7 +271,7 @@ def _bits(value: float) -> bytes:
     return struct.pack("<d", value)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -289,6 +282,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

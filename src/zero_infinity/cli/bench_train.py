@@ -9,11 +9,6 @@ the same seed: their losses must be equal, bit for bit.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,16 +23,16 @@ from rich.console import Console
 from zero_infinity.cli import bench_plot, interruption
 from zero_infinity.cli.bench_contender import Contender, Race, Setting, machine_cpu_seconds
 from zero_infinity.cli.bench_report import QUIET_CORES, Report
+from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
-from zero_infinity.machine import host_memory
-from zero_infinity.units import format_bytes, format_seconds
+from zero_infinity.units import format_seconds
 from zero_infinity.workload.presets import Shape
 
 STATE_BYTES = 12  # a parameter: its value and AdamW's two states, all fp32
 # Enough for states, gradients (4 bytes) and the largest unit's gradients once more.
 _FITS_FRACTION = 2.0
 _HEAD_WIDTH = 64
-_SWAP_PREFIX = ".zero-infinity-swap-"
+SWAP_PREFIX = ".zero-infinity-swap-"
 _LR = 3e-4
 _QUIET_SECONDS = 0.5  # clock ticks of 10 ms have to add up
 
@@ -59,45 +54,56 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, default, text in (
+    add_race(parser)
+    add_turns(parser)
+    parser.add_argument("--budgets", default="fits,1/2,1/8", metavar="LIST", help="see below (fits,1/2,1/8)")
+    parser.add_argument("--drain", action="store_true", help="a step's time includes all of its updates, so none of "
+                        "them overlaps the next forward: an upper bound")  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def add_race(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
+    """The model that all contenders train; an option whose default is None is left out."""
+    for name, usual, text in (
         ("layers", 6, "blocks"),
         ("hidden", 1024, "width"),
         ("batch", 4, "sequences at once"),
         ("seq", 256, "bytes in each"),
-        ("steps", 12, "measured steps"),
-        ("warmup", 3, "steps before, not measured: in the first two the order is learnt"),
     ):
-        parser.add_argument(f"--{name}", type=_positive, default=default, metavar="N", help=f"{text} ({default})")
-    parser.add_argument("--budgets", default="fits,1/2,1/8", metavar="LIST", help="see below (fits,1/2,1/8)")
+        default = defaults.get(name, usual)
+        if default is not None:
+            parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
+
+
+def add_turns(parser: argparse.ArgumentParser, *, steps: int = 12, warmup: int = 3) -> None:
+    """The options of every command that lets contenders take steps in turn."""
+    for name, default, text in (
+        ("steps", steps, "measured steps"),
+        ("warmup", warmup, "steps before, not measured: in the first two the order is learnt"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
     parser.add_argument("--nvme", metavar="DIR", help="where states go (default: a directory made here and removed)")
-    parser.add_argument("--drain", action="store_true", help="a step's time includes all of its updates, so none of "
-                        "them overlaps the next forward: an upper bound")  # fmt: skip
     parser.add_argument("--patience", type=_count, default=0, metavar="SECONDS", help="wait this long before each turn "
                         "for others on the machine to be quiet (0)")  # fmt: skip
-    parser.add_argument("--timeout", type=_positive, default=600, metavar="SECONDS", help="for one answer (600)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every sample")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write train.json, .md, .png and .svg there")
-    parser.set_defaults(run=run)
+    parser.add_argument("--timeout", type=positive, default=600, metavar="SECONDS", help="for one answer (600)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write what was found there, as files")
 
 
 def run(args: argparse.Namespace) -> int:
-    race = _race(args)
-    commit = _commit()  # now: files may change while it runs
-    with interruption.watched(), _swap_directory(args.nvme) as nvme:
+    race = race_of(args)
+    with interruption.watched(), swap_directory(args.nvme) as nvme:
         contenders = [
             Contender(race, setting, timeout=args.timeout) for setting in make_settings(args.budgets, race, nvme)
         ]
-        machine = _machine(nvme)
-        with _progress() as say:
+        origin = provenance(nvme)
+        with progress() as say:
             compete(contenders, race.num_steps, say, drain=args.drain, patience=args.patience)
     started = next((c.start_info for c in contenders if c.start_info), None)
     if started is not None:
-        machine["torch"] = f"torch {started.torch}, {started.num_threads} threads"
+        origin.machine["torch"] = f"torch {started.torch}, {started.num_threads} threads"
     report = Report(
-        command=shlex.join(["zero-infinity", *sys.argv[1:]]),
-        date=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
-        commit=commit,
-        machine=machine,
+        origin=origin,
         race=asdict(race),
         warmup=args.warmup,
         drain=args.drain,
@@ -123,11 +129,10 @@ def compete(
     """Let everybody take all steps. Whatever ends this, no process is left."""
     try:
         for contender in contenders:
-            contender.launch()
-        for contender in contenders:  # all of them, else one's start is measured while another's imports run
-            contender.greet()
-        for contender in contenders:
             say(f"starting: {contender.setting.name}")
+            # One after the other, else one's start is measured while another's imports run.
+            contender.launch()
+            contender.greet()
             contender.start()
         for number in range(num_rounds):
             first = number % len(contenders)
@@ -181,7 +186,7 @@ def _fraction(text: str) -> Fraction:
     return fraction
 
 
-def _race(args: argparse.Namespace) -> Race:
+def race_of(args: argparse.Namespace) -> Race:
     heads = next(n for n in range(max(1, args.hidden // _HEAD_WIDTH), 0, -1) if args.hidden % n == 0)
     return Race(
         layers=args.layers,
@@ -196,18 +201,18 @@ def _race(args: argparse.Namespace) -> Race:
 
 
 @contextmanager
-def _swap_directory(given: str | None) -> Iterator[str]:
+def swap_directory(given: str | None) -> Iterator[str]:
     if given is not None:
         if not Path(given).is_dir():
             raise ConfigError(f"--nvme {given} is no directory\n  fix:   mkdir -p {given}, or mount the drive there")
         yield given
         return
-    with tempfile.TemporaryDirectory(prefix=_SWAP_PREFIX, dir=".") as path:
+    with tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=".") as path:
         yield path
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Callable[[str], None]]:
     """What is being done, on stderr: one changing line on a terminal, plain lines elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -233,60 +238,11 @@ def _write(report: Report, directory: Path) -> None:
     print(f"written: {stem}.json, .md{''.join(f', {file.suffix}' for file in drawn)}{note}", file=sys.stderr)
 
 
-def _machine(nvme: str) -> dict[str, object]:
-    memory = host_memory()
-    return {
-        "cpu": f"{os.cpu_count()} cores {_cpu_name()}",
-        "memory": f"{format_bytes(memory.total)} RAM",
-        "drive": f"{_file_system(nvme)} drive",
-        "system": f"Linux {platform.release()}" if sys.platform == "linux" else platform.platform(),
-        "python": f"Python {platform.python_version()}",
-        "load": f"load {os.getloadavg()[0]:.1f} before",
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _file_system(directory: str) -> str:
-    """The type of the file system that a directory is on: of its longest mount point."""
-    path, best = os.path.realpath(directory), ("", "unknown")
-    try:
-        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-            _, mount, kind = line.split()[:3]
-            if (path == mount or path.startswith(mount.rstrip("/") + "/")) and len(mount) > len(best[0]):
-                best = (mount, kind)
-    except OSError:
-        pass
-    return best[1]
-
-
-def _commit() -> str | None:
-    """The commit of this source, with a mark when files differ from it; None outside of a repository."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, check=True, timeout=20
-        )
-        return done.stdout.strip()
-
-    try:
-        changed = git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no", ".")
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return 0 if text == "0" else positive(text)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     try:
         number = int(text)
     except ValueError:

@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_infinity import api
+from zero_infinity.cli import bench_ranks, bench_variant
 from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
 from zero_infinity.config import Config
 from zero_infinity.errors import ZeroInfinityError
@@ -37,10 +39,14 @@ _POLL_SECONDS = 0.0005
 class Trainer:
     """An ordinary training loop, one step at a time; plain, or over a prepared model."""
 
-    def __init__(self, race: Race, setting: Setting) -> None:
-        self._config = None if setting.memory is None else Config(memory=setting.memory, nvme=setting.nvme)
+    def __init__(self, race: Race, setting: Setting, rank: int = 0) -> None:
+        bench_variant.leave_out(setting.without, setting.bytes_per_second)
+        options: dict[str, Any] = dict(setting.options)
+        self._config = None if setting.memory is None else Config(memory=setting.memory, nvme=setting.nvme, **options)
+        self._num_ranks = setting.ranks
         shape = Shape(race.layers, race.hidden, race.heads, race.seq)
-        batches = ByteBatches(standard_library(), race.batch, race.seq, race.seed)
+        share = race.batch // setting.ranks
+        batches = ByteBatches(standard_library(), share, race.seq, race.seed, rank=rank, num_ranks=setting.ranks)
         self._batches: list[tuple[Tensor, Tensor]] = [next(batches) for _ in range(race.num_steps)]
         torch.manual_seed(race.seed)
         started = time.perf_counter()
@@ -63,6 +69,8 @@ class Trainer:
 
     def step(self, *, drain: bool) -> Sample:
         inputs, targets = self._batches.pop(0)
+        if self._num_ranks > 1:
+            dist.barrier()  # the other ranks begin when this one is told to
         before, busy = self._stats(), machine_cpu_seconds()
         cpu, wall = time.process_time(), time.perf_counter()
         loss = self._model(inputs, targets)
@@ -121,7 +129,10 @@ def main() -> int:
             answer({"process": os.getpid()})
             order = json.loads(commands.readline())
             end_with(order["parent"])
-            trainer = Trainer(Race(**order["race"]), Setting(**order["setting"]))
+            race, setting = Race(**order["race"]), Setting(**order["setting"])
+            if setting.ranks > 1:
+                bench_ranks.launch_others(race, setting)
+            trainer = Trainer(race, setting)
             answer(asdict(trainer.start))
             for line in commands:
                 order = json.loads(line)

@@ -1,0 +1,332 @@
+"""Figures in README.md and docs/numbers.md, out of what the benchmarks wrote.
+
+    python dev/figures.py --take bench-out     # keep these results (docs/results) and write the documents
+    python dev/figures.py                      # write the documents again
+    python dev/figures.py --check              # fail when they are not in step with docs/results
+
+A document says where a table goes: between `<!-- figures: NAME -->` and `<!-- end -->`. A region whose results are not
+there is left as it is. Every table names the command, the commit, the machine and the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
+NAMES = ("train", "peers", "capacity", "growth", "ablations")
+_REGION = re.compile(r"(<!-- figures: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+# Where somebody's drive is mounted is nobody's business.
+_PLACE = re.compile(r"(--nvme|--out|bench capacity) [^\s-]\S*")
+_GIB = 2**30
+
+
+def render(text: str, results: dict[str, dict[str, Any]]) -> str:
+    """The document with every region replaced whose results are there."""
+
+    def region(match: re.Match[str]) -> str:
+        name = match[2]
+        source, write = WRITERS[name]
+        if source not in results:
+            return match[0]
+        return f"{match[1]}{write(results[source]).strip()}\n{match[4]}"
+
+    return _REGION.sub(region, text)
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    files = {name: folder / f"{name}.json" for name in NAMES}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+
+
+def take(source: Path, folder: Path) -> list[str]:
+    """Copy results and pictures; returns the names of what was there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = []
+    for name in NAMES:
+        file = source / f"{name}.json"
+        if not file.exists():
+            continue
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["command"] = _PLACE.sub(r"\1 DIR", content.get("command", ""))
+        (folder / file.name).write_text(json.dumps(_small(content), indent=1) + "\n", encoding="utf-8")
+        picture = source / f"{name}.svg"
+        if picture.exists():
+            shutil.copy(picture, folder / picture.name)
+        taken.append(name)
+    return taken
+
+
+def _small(value: Any) -> Any:
+    """Without each step's sample, and floats without digits that mean nothing."""
+    if isinstance(value, dict):
+        return {key: _small(item) for key, item in value.items() if key not in ("samples", "nvme")}
+    if isinstance(value, list):
+        return [_small(item) for item in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _origin(result: dict[str, Any]) -> str:
+    machine = ", ".join(str(value) for key, value in result["machine"].items() if key != "load")
+    return f"`{result['command']}`, commit {result['commit']}, {result['date'][:10]}; {machine}"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _model(race: dict[str, Any]) -> str:
+    return f"{race['layers']} layers x {race['hidden']}, batch {race['batch']} x {race['seq']}"
+
+
+def _train(result: dict[str, Any]) -> str:
+    rows = []
+    for one in result["contenders"]:
+        figures, finish = one["figures"], one["finish"]
+        if figures is None:
+            rows.append([one["name"], "", f"failed: {one['error']}", *[""] * 6])
+            continue
+        wall, cpu = figures["wall"], figures["cpu"]
+        rows.append(
+            [
+                one["name"],
+                _size(one["memory"]) if one["memory"] else "",
+                f"{figures['seconds']:.2f}",
+                f"{wall['median']:.3f} ({wall['p10']:.2f}-{wall['p90']:.2f})" if wall else "",
+                f"{wall['best']:.3f}" if wall else "",
+                f"{cpu['median']:.3f}" if cpu else "",
+                f"{figures['wait_fraction']:.1%}",
+                f"{figures['read_bytes'] / 1e9:.2f} / {figures['written_bytes'] / 1e9:.2f}",
+                _size(finish["peak_rss"]) if finish else "",
+            ]
+        )
+    headings = ["", "budget", "s/step", "time against plain: median (p10-p90)", "best/best", "CPU", "exposed wait",
+                "GB read / written", "peak RSS"]  # fmt: skip
+    exact = "; ".join(result["differences"]) or "losses of all steps and final weights equal, bit for bit"
+    return f"{_origin(result)}; {_model(result['race'])}; {exact}:\n\n{_table(headings, rows)}"
+
+
+def _peer_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Plain PyTorch once, then everybody."""
+    return [one for number, heat in enumerate(result["heats"]) for one in (heat if number == 0 else heat[1:])]
+
+
+def _peers(result: dict[str, Any]) -> str:
+    rows = []
+    for one in _peer_rows(result):
+        figures = one["figures"]
+        if figures is None:
+            rows.append([one["name"], f"failed: {one['error']}", *[""] * 6, str(one["changed_lines"]), ""])
+            continue
+        wall, difference = figures["wall"], figures["loss_difference"]
+        rows.append(
+            [
+                one["name"],
+                f"{figures['seconds']:.2f}",
+                f"{wall['median']:.2f} ({wall['p10']:.2f}-{wall['p90']:.2f})",
+                f"{wall['best']:.2f}",
+                f"{figures['cpu_seconds']:.1f}",
+                _size(figures["peak_rss"]),
+                f"{figures['read_bytes'] / 1e9:.2f} / {figures['written_bytes'] / 1e9:.2f}",
+                f"{figures['start_seconds']:.1f} s",
+                str(one["changed_lines"]),
+                "equal" if difference == 0 else f"within {difference:.0e}",
+            ]
+        )
+    headings = ["", "s/step", "time against plain: median (p10-p90)", "best/best", "CPU s a step", "peak RSS",
+                "GB read / written", "start", "lines changed", "losses"]  # fmt: skip
+    lines = [f"{_origin(result)}; {_model(result['race'])}:", "", _table(headings, rows)]
+    failed = [one for one in _peer_rows(result) if one["figures"] and one["error"]]
+    lines += ["", *(f"{one['name']} failed after step {one['num_steps']}: {one['error']}." for one in failed)]
+    building = result["building"]
+    if building is not None:
+        told = f"took {building['seconds']:.0f} s" if building["error"] is None else f"failed: {building['error']}"
+        lines += ["", f"Compiling DeepSpeed's extensions before its first start {told}; it is not in these starts."]
+    return "\n".join([*lines, "", "![time of a step and peak memory](results/peers.svg)"])
+
+
+_IN_README = ("plain", "fits", "1/8", "ds-cpu", "ds-nvme", "ds-params", "fsdp2", "mapped")
+
+
+def _peers_short(result: dict[str, Any]) -> str:
+    rows = []
+    by_key = {one["key"]: one for one in _peer_rows(result)}
+    for key in _IN_README:
+        one = by_key.get(key)
+        if one is None:
+            continue
+        figures = one["figures"]
+        if figures is None:
+            rows.append([one["name"], "failed", "", "", str(one["changed_lines"])])
+            continue
+        wall = figures["wall"]
+        rows.append(
+            [
+                one["name"],
+                f"{wall['median']:.2f} ({wall['best']:.2f})",
+                _size(figures["peak_rss"]),
+                f"{figures['start_seconds']:.1f} s",
+                str(one["changed_lines"]),
+            ]
+        )
+    headings = ["", "time of a step (best/best)", "peak RSS", "start", "lines changed"]
+    size = (
+        f"{result['num_parameters'] / 1e6:.0f}M parameters, {_model(result['race'])}"
+        if result["num_parameters"]
+        else ""
+    )
+    return f"{size}; {_origin(result)}:\n\n{_table(headings, rows)}"
+
+
+def _capacity(result: dict[str, Any]) -> str:
+    rows = []
+    for one in result["capacities"]:
+        best, failed = one["largest"], one["failed"]
+        row = ["none", "", "", "", ""]
+        if best is not None:
+            count = best["num_parameters"]
+            peak = _size(best["peak_bytes"]) if best["peak_bytes"] else ""
+            row = [f"{count / 1e6:,.0f}M", f"{12 * count / 1e9:.1f} GB", peak, f"{best['seconds']:.1f}",
+                   f"{best['start_seconds']:.0f} s"]  # fmt: skip
+        why = "not tried" if failed is None else f"{failed['num_parameters'] / 1e6:,.0f}M: {failed['error']}"
+        rows.append([one["name"], *row, why])
+    headings = ["", "parameters", "states", "peak of the group", "s/step (best of 3)", "start", "the next one"]
+    lines = [f"{_origin(result)}; within {_size(result['limit'])}, width {result['hidden']}, 3 steps each:", ""]
+    lines.append(_table(headings, rows))
+    ours, reference = result["capacities"][1]["largest"], result["without_a_limit"]
+    if ours is not None and reference is not None:
+        losses = ", ".join(f"{loss:.6f}" for loss in ours["losses"])
+        equal = (
+            "the same, bit for bit" if ours["losses"] == reference["losses"] else f"DIFFERENT: {reference['losses']}"
+        )
+        lines += ["", f"Losses of this library's largest model: {losses}; of a run without the limit: {equal}."]
+    return "\n".join(lines)
+
+
+def _headline(result: dict[str, Any]) -> str:
+    """One sentence for the README."""
+    ours, plain = (result["capacities"][number]["largest"] for number in (1, 0))
+    if ours is None:
+        return "No model was trained within the limit."
+    count, limit = ours["num_parameters"], _size(result["limit"])
+    reference = result["without_a_limit"]
+    equal = reference is not None and reference["losses"] == ours["losses"]
+    told = "the same losses, bit for bit, as without the limit" if equal else "LOSSES THAT DIFFER from those without"
+    beside = (
+        f"plain PyTorch's largest there has {plain['num_parameters'] / 1e6:,.0f}M"
+        if plain
+        else "plain PyTorch trains none"
+    )
+    return (
+        f"Within a real limit of {limit} (a control group), a model of {count / 1e9:.2f}B parameters trains "
+        f"({12 * count / 1e9:.1f} GB of states; {ours['seconds']:.1f} s a step), with {told}; {beside}.\n"
+        f"{_origin(result)}."
+    )
+
+
+def _growth(result: dict[str, Any]) -> str:
+    rows = []
+    for axis in result["axes"]:
+        for point in axis["points"]:
+            name = f"{point['axis']} {point['value']:g}"
+            measured, law = point["measured"], point["expected"]
+            if measured is None or law is None:
+                rows.append([name, f"failed: {point['error']}", *[""] * 5])
+                continue
+            rows.append(
+                [
+                    name,
+                    f"{measured['seconds']:.3f}",
+                    f"{law['seconds']:.3f}",
+                    f"{_size(measured['held_bytes'])} of {_size(point['memory'])}",
+                    _size(measured["peak_rss"]),
+                    f"{measured['start_seconds']:.2f}",
+                    f"{measured['moved_bytes'] / 1e6:.0f}",
+                ]
+            )
+    headings = ["", "s/step", "law", "held", "peak RSS, all ranks", "start, s", "MB moved a step and rank"]
+    table = _table(headings, rows)
+    return f"{_origin(result)}:\n\n![growth, with the expected law](results/growth.svg)\n\n{table}"
+
+
+def _ablations(result: dict[str, Any]) -> str:
+    cells = result["cells"]
+    columns = list(dict.fromkeys((cell["bytes_per_second"], cell["race"]["batch"]) for cell in cells))
+    found = {
+        (cell["bytes_per_second"], cell["race"]["batch"], row["name"]): row for cell in cells for row in cell["rows"]
+    }
+    names = list(dict.fromkeys((row["name"], row["against"]) for cell in cells for row in cell["rows"]))
+    rows = []
+    for name, against in names:
+        row = [name if name == against else f"{name} (against {against})"]
+        for drive, batch in columns:
+            one = found.get((drive, batch, name))
+            if one is None or one["ratio"] is None:
+                row.append("failed" if one else "")
+            elif name == against:
+                row.append(f"{one['seconds']:.2f} s")
+            else:
+                row.append(f"{one['ratio']['median']:.2f} ({one['ratio']['p10']:.2f}-{one['ratio']['p90']:.2f})")
+        rows.append(row)
+    headings = [""]
+    for drive, batch in columns:
+        headings.append(f"batch {batch}, {'drive as it is' if drive is None else f'{drive / 1e6:.0f} MB/s'}")
+    race = cells[0]["race"]
+    return (
+        f"{_origin(result)}; {race['layers']} layers x {race['hidden']}, sequences of {race['seq']}, budget "
+        f"{result['fraction']:g} of the states:\n\n![ablations](results/ablations.svg)\n\n{_table(headings, rows)}"
+    )
+
+
+WRITERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "train": ("train", _train),
+    "peers": ("peers", _peers),
+    "peers-short": ("peers", _peers_short),
+    "capacity": ("capacity", _capacity),
+    "headline": ("capacity", _headline),
+    "growth": ("growth", _growth),
+    "ablations": ("ablations", _ablations),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--take", type=Path, metavar="DIR", help="keep the results that are there")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when a document is out of step")
+    args = parser.parse_args()
+    if args.take is not None:
+        print(f"taken: {', '.join(take(args.take, RESULTS)) or 'nothing'}")
+    results = load(RESULTS)
+    code = 0
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        new = render(text, results)
+        if new == text:
+            continue
+        if args.check:
+            print(f"{document.name} is not in step with docs/results: run make numbers", file=sys.stderr)
+            code = 1
+        else:
+            document.write_text(new, encoding="utf-8")
+            print(f"written: {document.name}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""`zero-infinity bench ablations`: what each part of the engine is worth, by leaving it out.
+
+Owns the variants and the grid: batch sizes, and drives of several speeds (slower ones are emulated: a transfer sleeps
+until a drive of that speed would have delivered, which takes no core). In one cell of the grid all variants train the
+same model in turn, as in `bench train`, and every ratio is to the whole engine's step of the same round. Nothing of it
+is a setting: see `bench_variant`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zero_infinity.cli import bench_ablations_plot, interruption
+from zero_infinity.cli.bench_contender import Contender, Race, Setting
+from zero_infinity.cli.bench_report import aligned, ratios
+from zero_infinity.cli.bench_train import STATE_BYTES, add_race, add_turns, compete, progress, race_of, swap_directory
+from zero_infinity.cli.provenance import provenance
+from zero_infinity.errors import ConfigError
+from zero_infinity.units import format_rate, parse_bytes
+from zero_infinity.workload.presets import Shape
+
+_FRACTION = 1 / 8  # of the states: the budget
+_EPILOG = """\
+examples:
+  zero-infinity bench ablations --nvme /mnt/nvme --out bench-out
+  zero-infinity bench ablations --batches 1 --drives 200MB/s --steps 4
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The engine with one thing changed. `against`: what its ratio is to."""
+
+    name: str
+    against: str
+    options: dict[str, object] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+WHOLE = Variant("whole engine", "whole engine")
+_RECOMPUTED: dict[str, object] = {"checkpoint_activations": True}
+ONE_RANK = (
+    WHOLE,
+    Variant("no prefetch", WHOLE.name, without=("prefetch",)),
+    Variant("update after backward", WHOLE.name, {"update": "after_backward"}),
+    Variant("no cache", WHOLE.name, without=("cache",)),
+    Variant("tiles (each layer in 4)", WHOLE.name, {"tile_above": "quarter"}),
+    Variant("recompute", WHOLE.name, _RECOMPUTED),
+    Variant("recompute, inputs offloaded", "recompute", {**_RECOMPUTED, "offload_activations": True}),
+)
+TWO_RANKS = (
+    Variant("2 ranks, spread", "2 ranks, spread", ranks=2),
+    Variant("2 ranks, owner partition", "2 ranks, spread", {"partition": "owner"}, ranks=2),
+    Variant("2 ranks, no prefetch", "2 ranks, spread", without=("prefetch",), ranks=2),
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "ablations",
+        help="what each part of the engine is worth",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_race(parser, layers=6, hidden=512, batch=None, seq=128)
+    add_turns(parser, steps=5, warmup=3)
+    parser.add_argument("--batches", default="2,8,32", metavar="LIST", help="sequences at once (2,8,32)")
+    parser.add_argument("--drives", default="real,300MB/s", metavar="LIST", help="speeds; real: as is (real,300MB/s)")
+    parser.add_argument("--one-rank", action="store_true", help="leave out what takes two ranks")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    batches, drives = _batches(args.batches), _drives(args.drives)
+    with interruption.watched(), swap_directory(args.nvme) as nvme:
+        origin = provenance(nvme)
+        cells = []
+        with progress() as say:
+            for bytes_per_second in drives:
+                for batch in batches:
+                    args.batch = batch
+                    race = race_of(args)
+                    for variants in (ONE_RANK,) if args.one_rank or batch % 2 else (ONE_RANK, TWO_RANKS):
+                        say(f"batch {batch}, drive {_speed(bytes_per_second)}: {len(variants)} variants")
+                        settings = [_setting(variant, race, nvme, bytes_per_second) for variant in variants]
+                        contenders = [Contender(race, setting, timeout=args.timeout) for setting in settings]
+                        compete(contenders, race.num_steps, say, patience=args.patience)
+                        cells.append(_cell(race, bytes_per_second, variants, contenders, args.warmup))
+    content = {**asdict(origin), "warmup": args.warmup, "fraction": _FRACTION, "cells": cells}
+    text = json.dumps(content, indent=1)
+    if args.json:
+        print(text)
+    else:
+        _print(cells)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        stem: Path = args.out / "ablations"
+        stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        drawn = bench_ablations_plot.draw(content, stem)
+        print(f"written: {stem}.json{''.join(f', {file.suffix}' for file in drawn)}", file=sys.stderr)
+    return 1 if any(row["error"] for cell in cells for row in cell["rows"]) else 0
+
+
+def _setting(variant: Variant, race: Race, nvme: str, bytes_per_second: float | None) -> Setting:
+    states = STATE_BYTES * Shape(race.layers, race.hidden, race.heads, race.seq).num_parameters
+    options = dict(variant.options)
+    if options.get("tile_above") == "quarter":
+        # The largest layers, 4 hidden x hidden with their gradient, in four tiles; smaller ones in fewer.
+        options["tile_above"] = 8 * race.hidden**2 + 4096
+    memory = int(states * _FRACTION) // variant.ranks
+    if variant.ranks > 1:
+        memory *= 2  # gathered copies and buckets come out of it, too
+    return Setting(variant.name, memory, nvme, _FRACTION, options, variant.without, bytes_per_second, variant.ranks)
+
+
+def _cell(
+    race: Race,
+    bytes_per_second: float | None,
+    variants: Sequence[Variant],
+    contenders: Sequence[Contender],
+    warmup: int,
+) -> dict[str, Any]:
+    by_name = {contender.setting.name: contender.samples for contender in contenders}
+    rows = []
+    for variant, contender in zip(variants, contenders, strict=True):
+        samples, base = contender.samples[warmup:], by_name[variant.against][warmup:]
+        wall = ratios([s.seconds for s in samples], [s.seconds for s in base]) if samples and base else None
+        losses = [s.loss for s in contender.samples]
+        rows.append(
+            {
+                "name": variant.name,
+                "against": variant.against,
+                "error": contender.error,
+                "seconds": statistics.median(s.seconds for s in samples) if samples else None,
+                "ratio": asdict(wall) if wall else None,
+                "waited_seconds": statistics.median(s.waited_seconds for s in samples) if samples else None,
+                "read_bytes": statistics.fmean(s.bytes_read for s in samples) if samples else None,
+                "written_bytes": statistics.fmean(s.bytes_written for s in samples) if samples else None,
+                "held_bytes": contender.finish_info.memory_peak if contender.finish_info else None,
+                "peak_rss": max((usage.peak_rss for usage in contender.usages), default=None),
+                "equal_losses": losses == [s.loss for s in by_name[variant.against]],
+            }
+        )
+    return {"race": asdict(race), "bytes_per_second": bytes_per_second, "rows": rows}
+
+
+def _print(cells: Sequence[dict[str, Any]]) -> None:
+    rows = [["drive", "batch", "variant", "s/step", "ratio", "p10-p90", "waited", "MB read", "written", "losses"]]
+    for cell in cells:
+        for row in cell["rows"]:
+            place = [_speed(cell["bytes_per_second"]), str(cell["race"]["batch"]), row["name"]]
+            wall = row["ratio"]
+            if wall is None:
+                rows.append([*place, *["-"] * 7])
+                continue
+            rows.append(
+                [
+                    *place,
+                    f"{row['seconds']:.3f}",
+                    f"{wall['median']:.2f}",
+                    f"{wall['p10']:.2f}-{wall['p90']:.2f}",
+                    f"{row['waited_seconds']:.3f}",
+                    f"{row['read_bytes'] / 1e6:.0f}",
+                    f"{row['written_bytes'] / 1e6:.0f}",
+                    "equal" if row["equal_losses"] else "differ",
+                ]
+            )
+    console = Console()
+    console.print(aligned(rows), markup=False, highlight=False, soft_wrap=True)
+    for cell in cells:
+        for row in cell["rows"]:
+            if row["error"]:
+                console.print(f"failed: {row['name']}: {row['error']}", markup=False, soft_wrap=True)
+
+
+def _speed(bytes_per_second: float | None) -> str:
+    return "real" if bytes_per_second is None else format_rate(bytes_per_second)
+
+
+def _drives(text: str) -> list[float | None]:
+    return [
+        None if part.strip() == "real" else parse_bytes(part.strip().removesuffix("/s")) for part in text.split(",")
+    ]
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        batches = [int(part) for part in text.split(",")]
+    except ValueError:
+        batches = [0]
+    if min(batches) < 1:
+        raise ConfigError(f"--batches {text}: integers of at least 1, with commas between them")
+    return batches

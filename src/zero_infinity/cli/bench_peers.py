@@ -1,0 +1,213 @@
+"""`zero-infinity bench peers`: this library beside what people use today.
+
+Owns who takes part, and in which heat. Every contender is a script of `cli/peers` in a process of its own; they take
+steps in turn and are stopped between their turns, as in `bench train`. All of them at once would not fit in memory, so
+there are heats, each with plain PyTorch in it: a ratio is to plain PyTorch's step in the same round. A contender that
+fails is a row with its error; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from zero_infinity.cli import bench_peers_plot, interruption
+from zero_infinity.cli.bench_contender import Contender, Race, Setting
+from zero_infinity.cli.bench_peers_report import Building, Entry, PeersReport
+from zero_infinity.cli.bench_train import (
+    STATE_BYTES,
+    SWAP_PREFIX,
+    add_race,
+    add_turns,
+    compete,
+    progress,
+    race_of,
+    swap_directory,
+)
+from zero_infinity.cli.provenance import provenance
+from zero_infinity.errors import ConfigError
+from zero_infinity.workload.presets import Shape
+
+_BUILD_SECONDS = 600.0
+_BUILD = """
+from deepspeed.accelerator import get_accelerator
+for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "AsyncIOBuilder"):
+    get_accelerator().create_op_builder(name).load(verbose=False)
+"""
+_EPILOG = """\
+examples:
+  zero-infinity bench peers --nvme /mnt/nvme --out bench-out
+  zero-infinity bench peers --only 1/8,mapped,fsdp2 --steps 5
+
+DeepSpeed has to be installed beside this library, with a C++ compiler, ninja and libaio's headers: `make bench-peers`
+makes such an environment. Without it, its rows say so.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way to train. `fraction`: of the states that its memory budget is, where it has one."""
+
+    key: str
+    name: str
+    script: str
+    fraction: float | None = None
+    on_drive: bool = False
+    distributed: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.script == "ours"
+
+    @property
+    def needs_building(self) -> bool:
+        return self.script.startswith("deepspeed")
+
+
+PLAIN = Peer("plain", "plain PyTorch", "plain")
+HEATS = (
+    (
+        Peer("again", "plain PyTorch again", "plain"),
+        Peer("fits", "this library, all fits in RAM", "ours", 2.0),
+        Peer("1/2", "this library, NVMe, 1/2 in RAM", "ours", 1 / 2, on_drive=True),
+        Peer("1/8", "this library, NVMe, 1/8 in RAM", "ours", 1 / 8, on_drive=True),
+    ),
+    (
+        Peer("fsdp2", "FSDP2, CPU offload", "fsdp2", distributed=True),
+        Peer("mapped", "by hand: mapped files", "mapped", on_drive=True),
+        Peer("ds-cpu", "DeepSpeed, all in RAM", "deepspeed_cpu", distributed=True),
+        Peer("ds-nvme", "DeepSpeed, optimizer on NVMe", "deepspeed_nvme", on_drive=True, distributed=True),
+        Peer("ds-params", "DeepSpeed, all on NVMe", "deepspeed_nvme_params", on_drive=True, distributed=True),
+    ),
+)
+PEERS = {peer.key: peer for heat in HEATS for peer in heat}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "peers",
+        help="a step beside DeepSpeed, FSDP2 and mapped files",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_race(parser)
+    add_turns(parser)
+    parser.add_argument("--only", metavar="LIST", help=f"of {','.join(PEERS)} (all)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    race = race_of(args)
+    heats = _chosen(args.only)
+    with interruption.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
+        origin = provenance(nvme)
+        with progress() as say:
+            building = None
+            if any(peer.needs_building for heat in heats for peer in heat):
+                say("DeepSpeed compiles its extensions")
+                building = build_extensions(extensions)
+            results = []
+            for number, heat in enumerate(heats, 1):
+                say(f"heat {number} of {len(heats)}: {', '.join(peer.name for peer in heat)}")
+                with tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=nvme) as space:
+                    contenders = [
+                        make_contender(peer, race, Path(space, str(place)), extensions, args.timeout)
+                        for place, peer in enumerate((PLAIN, *heat))
+                    ]
+                    compete(contenders, race.num_steps, say, patience=args.patience)
+                results.append(
+                    [
+                        Entry(peer.key, peer.script, peer.is_ours, contender)
+                        for peer, contender in zip((PLAIN, *heat), contenders, strict=True)
+                    ]
+                )
+    report = PeersReport(origin, race, args.warmup, building, results)
+    if args.json:
+        print(report.to_json())
+    else:
+        report.print(Console())
+    if args.out is not None:
+        _write(report, args.out)
+    return 1 if report.our_faults() else 0
+
+
+def _chosen(only: str | None) -> list[list[Peer]]:
+    if only is None:
+        return [list(heat) for heat in HEATS]
+    keys = [key.strip() for key in only.split(",") if key.strip()]
+    for key in keys:
+        if key not in PEERS:
+            raise ConfigError(f"--only {only}: {key!r} is not one of {', '.join(PEERS)}")
+    return [chosen for heat in HEATS if (chosen := [peer for peer in heat if peer.key in keys])]
+
+
+def make_contender(
+    peer: Peer,
+    race: Race,
+    space: Path,
+    extensions: str,
+    timeout: float,
+    wrap: Callable[[Sequence[str]], list[str]] = list,
+) -> Contender:
+    """The process of one peer; `wrap` changes its command, say into one inside a control group."""
+    states = STATE_BYTES * Shape(race.layers, race.hidden, race.heads, race.seq).num_parameters
+    memory = int(states * peer.fraction) if peer.fraction is not None else None
+    if peer.on_drive:
+        space.mkdir(parents=True, exist_ok=True)
+    setting = Setting(peer.name, memory, str(space) if peer.on_drive else None, peer.fraction)
+    command = wrap([sys.executable, "-m", f"zero_infinity.cli.peers.{peer.script}"])
+    environment = _launcher(extensions) if peer.distributed else None
+    return Contender(race, setting, timeout=timeout, command=command, environment=environment)
+
+
+def build_extensions(folder: str) -> Building:
+    """Let DeepSpeed compile what it needs, once, before anybody is measured."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _BUILD],
+            env={**os.environ, **_launcher(folder)},
+            capture_output=True,
+            text=True,
+            timeout=_BUILD_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Building(_BUILD_SECONDS, f"not built in {_BUILD_SECONDS:g} s")
+    error = (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else None
+    return Building(time.monotonic() - started, error)
+
+
+@contextmanager
+def extensions_folder() -> Iterator[str]:
+    """Of this run alone: a build that was killed leaves a lock, for which the next one would wait for ever."""
+    with tempfile.TemporaryDirectory(prefix="zero-infinity-extensions-") as folder:
+        yield folder
+
+
+def _launcher(extensions: str) -> dict[str, str]:
+    """What a launcher says to the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**rank, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+
+
+def _write(report: PeersReport, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = directory / "peers"
+    stem.with_suffix(".json").write_text(report.to_json() + "\n", encoding="utf-8")
+    drawn = bench_peers_plot.draw(report, stem)
+    print(f"written: {stem}.json{''.join(f', {file.suffix}' for file in drawn)}", file=sys.stderr)

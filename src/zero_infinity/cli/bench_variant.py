@@ -1,0 +1,40 @@
+"""This process's engine with a part of it left out, or on a slower drive: for ablations only.
+
+None of this is a setting, because nobody should train so. It is reached the way tests reach it: by what the engine's
+modules call, before a model is made, and for the rest of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from zero_infinity.runtime import host
+from zero_infinity.schedule.policy import BlockId, Decision, Policy
+from zero_infinity.store.files import FileDevice
+from zero_infinity.store.throttled_device import ThrottledDevice
+
+_access = Policy.access
+
+
+def leave_out(parts: Collection[str], bytes_per_second: float | None = None) -> None:
+    """From now on, in this process. `bytes_per_second`: of every drive, both directions together."""
+    if "prefetch" in parts:
+        Policy._look_ahead = _nothing_ahead  # type: ignore[method-assign, assignment]
+    if "cache" in parts:
+        Policy.access = _forgetful  # type: ignore[method-assign, assignment]
+    if bytes_per_second is not None:
+        speed = bytes_per_second
+        setattr(host, "FileDevice", lambda paths: ThrottledDevice(FileDevice(paths), speed))  # noqa: B010 - not exported
+
+
+def _nothing_ahead(policy: Policy, current: BlockId | None, evict: list[BlockId], fetch: list[BlockId]) -> None:
+    """Instead of `Policy._look_ahead`: everything is fetched when it is asked for."""
+
+
+def _forgetful(policy: Policy, block: BlockId) -> Decision:
+    """Instead of `Policy.access`: what is in use or about to be used stays, and nothing for later."""
+    decision = _access(policy, block)
+    idle = [b for b in sorted(policy._cached) if b != block and not policy._window[b] and not policy._in_use(b)]
+    for other in idle:
+        policy._remove(other)
+    return Decision((*decision.evict, *idle), decision.fetch)

@@ -1,0 +1,18 @@
+"""Plain PyTorch: everything in memory."""
+
+import torch
+
+from zero_infinity.cli.peers.turns import Turns
+from zero_infinity.workload.model import ByteGPT
+
+turns = Turns()
+torch.manual_seed(turns.seed)
+model = ByteGPT(turns.shape)
+optimizer = torch.optim.AdamW(model.parameters(), lr=turns.lr, fused=True)
+
+for inputs, targets in turns.batches():
+    loss = model(inputs, targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    turns.stepped(loss)

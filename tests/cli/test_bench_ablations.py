@@ -1,0 +1,110 @@
+"""`zero-infinity bench ablations`, run for real on a tiny model; and that what is left out is really left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_infinity as zi
+from zero_infinity.cli import bench_ablations
+from zero_infinity.cli.bench_variant import leave_out
+from zero_infinity.cli.main import main
+from zero_infinity.runtime import host
+from zero_infinity.schedule.policy import Decision, Policy
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
+
+TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=100".split()  # noqa: SIM905 - as typed
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a variant changes is put back."""
+    monkeypatch.setattr(Policy, "_look_ahead", Policy._look_ahead)
+    monkeypatch.setattr(Policy, "access", Policy.access)
+    monkeypatch.setattr(host, "FileDevice", host.FileDevice)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def train(nvme: Path, num_steps: int = 4) -> tuple[list[float], zi.Stats]:
+    """Losses, and what the last step did."""
+    torch.manual_seed(0)
+    model = ByteGPT(Shape(layers=4, hidden=128, heads=2, seq=16))
+    config = zi.Config(memory=6 << 20, nvme=nvme)
+    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
+    losses = []
+    for step in range(num_steps):
+        tokens = torch.randint(0, 256, (1, 17), generator=torch.Generator().manual_seed(step))
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    zi.synchronize(model)
+    return losses, zi.stats(model)
+
+
+def test_without_a_cache_everything_is_read_every_time_and_the_losses_are_equal(tmp_path: Path) -> None:
+    losses, whole = train(tmp_path)
+    leave_out(["cache"])
+    same, without = train(tmp_path)
+    assert same == losses
+    assert without.bytes_read > 1.2 * whole.bytes_read
+    # Parameters twice, their states once; resident ones and the first step's, which has none to read, are not among it.
+    assert without.bytes_read > 3 * 16 * 0.8 * whole.num_parameters
+
+
+def test_without_prefetch_nothing_is_fetched_ahead(tmp_path: Path) -> None:
+    losses, _ = train(tmp_path)
+    decisions: list[Decision] = []
+    plain_access = Policy.access
+
+    def watched(policy: Policy, block: int) -> Decision:
+        decision = plain_access(policy, block)
+        assert decision.fetch in ((), (block,))
+        decisions.append(decision)
+        return decision
+
+    leave_out(["prefetch"])
+    Policy.access = watched  # type: ignore[method-assign]
+    assert train(tmp_path)[0] == losses
+    assert any(decision.fetch for decision in decisions)
+
+
+def test_a_slow_drive_is_slow(tmp_path: Path) -> None:
+    leave_out([], bytes_per_second=20e6)
+    start = time.perf_counter()
+    _, stats = train(tmp_path, 2)
+    # A sleep is never shorter than asked for, so this is not a matter of the machine.
+    assert time.perf_counter() - start > 0.8 * (stats.bytes_read + stats.bytes_written) / 20e6
+
+
+def test_a_real_run_of_two_variants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_ablations, "ONE_RANK", (bench_ablations.ONE_RANK[0], bench_ablations.ONE_RANK[3]))
+    places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["bench", "ablations", *TINY, "--batches=1", "--drives=200MB/s", "--one-rank", *places]) == 0
+    (cell,) = json.loads((tmp_path / "out" / "ablations.json").read_text())["cells"]
+    assert [row["name"] for row in cell["rows"]] == ["whole engine", "no cache"]
+    assert all(row["equal_losses"] and row["error"] is None for row in cell["rows"])
+    assert cell["rows"][1]["read_bytes"] >= cell["rows"][0]["read_bytes"]
+    assert (tmp_path / "out" / "ablations.svg").exists()
+    assert "no cache" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.long
+def test_every_variant_runs(tmp_path: Path) -> None:
+    places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["bench", "ablations", *TINY, "--hidden=256", "--batches=2", "--drives=real", *places]) == 0
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ablations", "--batches", "0,4"]) == 2
+    assert main(["bench", "ablations", "--drives", "fast"]) == 2
+    assert "--batches 0,4" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""The figures in the documents are those of docs/results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "dev" / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+figures = script()
+ORIGIN = {
+    "command": "zero-infinity bench it",
+    "commit": "abc",
+    "date": "2026-01-02T03:04",
+    "machine": {"cpu": "2 cores", "load": "9"},
+}
+TRIAL = {
+    "layers": 3,
+    "num_parameters": 1_400_000_000,
+    "losses": [5.5, 5.25],
+    "seconds": 12.0,
+    "start_seconds": 20.0,
+    "peak_bytes": 2**31,
+    "error": None,
+}
+CAPACITY = {
+    **ORIGIN,
+    "limit": 2**31,
+    "hidden": 1024,
+    "capacities": [
+        {"name": "plain PyTorch", "largest": None, "failed": {**TRIAL, "error": "killed"}},
+        {"name": "this library", "largest": TRIAL, "failed": None},
+    ],
+    "without_a_limit": TRIAL,
+}
+
+
+def test_documents_are_in_step_with_the_results() -> None:
+    results = figures.load(figures.RESULTS)
+    for document in figures.DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert figures.render(text, results) == text, f"{document.name}: run make numbers"
+
+
+def test_every_table_has_a_place() -> None:
+    text = "".join(document.read_text(encoding="utf-8") for document in figures.DOCUMENTS)
+    assert {name for _, name, _, _ in figures._REGION.findall(text)} == set(figures.WRITERS)
+
+
+def test_a_region_is_replaced_and_names_where_it_comes_from() -> None:
+    text = "before\n<!-- figures: headline -->\nold\n<!-- end -->\nafter <!-- figures: growth -->\nkept\n<!-- end -->"
+    new = figures.render(text, {"capacity": CAPACITY})
+    assert "old" not in new
+    assert "kept" in new
+    assert new.startswith("before\n")
+    for part in (
+        "1.40B",
+        "2.0 GiB",
+        "16.8 GB",
+        "the same losses",
+        "zero-infinity bench it",
+        "abc",
+        "2026-01-02",
+        "2 cores",
+    ):
+        assert part in new
+    assert figures.render(new, {"capacity": CAPACITY}) == new
+
+
+def test_losses_that_differ_are_told() -> None:
+    other = {**CAPACITY, "without_a_limit": {**TRIAL, "losses": [5.5, 5.5]}}
+    assert "DIFFER" in figures._headline(other)
+    assert "DIFFERENT" in figures._capacity(other)
+
+
+def test_results_are_kept_small(tmp_path: Path) -> None:
+    (tmp_path / "growth.json").write_text(
+        json.dumps(
+            {
+                "command": "bench growth --nvme /home/me/x --axes depth",
+                "samples": [1] * 1000,
+                "axes": [0.12345678901234567],
+            }
+        )
+    )
+    assert figures.take(tmp_path, tmp_path / "kept") == ["growth"]
+    assert json.loads((tmp_path / "kept" / "growth.json").read_text()) == {
+        "command": "bench growth --nvme DIR --axes depth",
+        "axes": [0.123456789],
+    }
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda file: file.name)
+def test_every_result_says_where_it_comes_from(file: Path) -> None:
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert all(result[name] for name in ("command", "commit", "date", "machine"))
