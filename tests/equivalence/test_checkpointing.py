@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -367,6 +368,32 @@ def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     handle.remove()
     mean_square(model, vectors()(0)).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["in forward", "in backward"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_interrupt_inside_a_block(offload: bool, call: int, tmp_path: Path) -> None:
+    """Ctrl-C does not run hooks that come after a forward. Training goes on as if that batch had not been."""
+
+    def script(run: Run) -> None:
+        for number in range(4):
+            calls = itertools.count(1)
+
+            def interrupt(*_: Any, calls: Iterator[int] = calls) -> None:
+                if next(calls) == call:
+                    raise KeyboardInterrupt
+
+            handle = run.model[2].up.register_forward_pre_hook(interrupt)
+            if run.prepared:
+                with pytest.raises(KeyboardInterrupt):
+                    mean_square(run.model, vectors()(90 + number)).backward()
+            handle.remove()
+            run.optimizer.zero_grad()
+            torch.manual_seed(number)
+            run.step(mean_square(run.model, vectors()(number)))
+
+    how = {"checkpoint_activations": True, "offload_activations": offload, "update": "after_backward"}
+    compare(only_layers, script, adamw, HALF, tmp_path, **how)
 
 
 # ---------------------------------------------------------------------- copies

@@ -122,10 +122,11 @@ class ZeroGradients(Hook):
 class _Entry:
     """One forward that is under way."""
 
-    __slots__ = ("hooks_pushed", "module", "parameters")
+    __slots__ = ("backward", "hooks_pushed", "module", "parameters")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, backward: int) -> None:
         self.module = module
+        self.backward = backward  # that computes it again; -1: none
         self.parameters: list[ManagedParameter] = []
         self.hooks_pushed = False
 
@@ -134,7 +135,7 @@ class ForwardStack:
     """The forwards that are under way, so that whatever interrupts them leaves nothing exposed.
 
     An exception in forward still runs our after-hooks; a KeyboardInterrupt does not. What it leaves behind is cleaned
-    up when the outermost module is called again.
+    up when the outermost module is called again; of a computation inside of a backward, at the next one outside.
     """
 
     def __init__(self, exposure: Exposure, recording: Recording | None = None) -> None:
@@ -151,11 +152,15 @@ class ForwardStack:
                 "  fix:   run one forward or backward at a time for each prepared model"
             )
         self._thread = thread
-        if self._entries and self._entries[0].module is module:
+        backward = torch._C._current_graph_task_id()
+        if backward < 0:
+            while self._entries and self._entries[-1].backward >= 0:
+                self._undo(self._entries.pop())
+        if self._entries and (self._entries[0].module, self._entries[0].backward) == (module, backward):
             self.clear()
-        if self._recording is not None and not self._entries and torch._C._current_graph_task_id() < 0:
+        if self._recording is not None and not self._entries and backward < 0:
             self._recording.begin(FORWARD)  # and not a recomputation in backward
-        self._entries.append(_Entry(module))
+        self._entries.append(_Entry(module, backward))
 
     def entered(self, parameters: list[ManagedParameter], *, hooks_pushed: bool) -> None:
         self._entries[-1].parameters = parameters
@@ -177,7 +182,8 @@ class ForwardStack:
             self._undo(self._entries.pop())
 
     def _undo(self, entry: _Entry) -> None:
-        if entry.hooks_pushed:
+        # A backward that has ended took the hooks along that were pushed inside of it.
+        if entry.hooks_pushed and entry.backward == torch._C._current_graph_task_id():
             _autograd._pop_saved_tensors_default_hooks()
         self._exposure.park(entry.parameters)
 
