@@ -1,17 +1,26 @@
-"""Keeps torch.compile out of functions that swap parameters: they are no part of a graph, and break it where they run.
+"""Keeps torch.compile apart from what is no part of a graph.
 
-`torch.compiler.disable` would import the compiler (seconds) for everyone; this asks for it only where it is loaded.
+Functions that swap parameters break the graph where they run. `torch.compiler.disable` would import the compiler
+(seconds) for everyone; this asks for it only where it is loaded.
+
+And while one thread compiles, `torch.compiler.is_compiling()` is true in all of them: an optimizer that another thread
+runs then counts its steps in float32, and the last bit of an update may differ (seen on a busy machine). So that
+thread waits for the compiler.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
+
+# Nothing that is compiled waits for an update, as far as is known; should it, that is how long both wait.
+_PATIENCE_SECONDS = 60.0
 
 
 def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -31,3 +40,15 @@ def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     run._torchdynamo_disable_msg = "parameters are swapped here"  # type: ignore[attr-defined]
     return run
+
+
+@contextmanager
+def no_compiling() -> Iterator[None]:
+    """Inside, no other thread compiles. For what neither waits nor takes long."""
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    taken = lock is not None and lock.acquire(timeout=_PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        if taken:
+            lock.release()

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_infinity.errors import UsageError
+from zero_infinity.runtime.dynamo import no_compiling
 
 Scalars = dict[str, Any]
 Hyperparameters = dict[str, Any]
@@ -54,7 +55,8 @@ class UpdateRule:
         if state or scalars:
             self._stepper.state[values] = {**state, **scalars}
         self._stepper.param_groups = [{**hyperparameters, "params": [values]}]
-        self._step(self._stepper)
+        with no_compiling():
+            self._step(self._stepper)
         values.grad = None
         new_state: dict[str, Any] = self._stepper.state.pop(values, {})
         return new_state

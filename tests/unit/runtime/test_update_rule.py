@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -97,3 +99,34 @@ def test_hyperparameters_are_kept_apart_from_later_changes() -> None:
     assert kept["lr"].item() == pytest.approx(0.1)
     assert kept["betas"] == (0.9, 0.99)
     assert "params" not in kept
+
+
+def test_an_update_waits_for_a_compiler_in_another_thread() -> None:
+    """Its flag holds for all threads, and makes optimizers count steps in float32."""
+    from torch._dynamo import convert_frame
+
+    optimizer = of(torch.optim.AdamW, lr=0.1)
+    rule, settings = UpdateRule(optimizer), hyperparameters_of(optimizer.param_groups[0])
+    compiling = threading.Event()
+
+    def update() -> torch.Tensor:
+        values, gradient = torch.linspace(-1, 1, 4096), torch.linspace(3, -2, 4096)
+        state: dict[str, Any] = {}
+        for _ in range(5):
+            tensors, scalars = split_state(state, values.shape)
+            state = rule.apply(values, gradient.clone(), tensors, scalars, settings)
+        return values
+
+    def compile_something() -> None:
+        with convert_frame.compile_lock, torch.compiler._compile_session_context():
+            compiling.set()
+            time.sleep(0.3)
+
+    expected = update()
+    with torch.compiler._compile_session_context():
+        assert not torch.equal(update(), expected), "torch has mended it: nobody need wait any more"
+    thread = threading.Thread(target=compile_something)
+    thread.start()
+    compiling.wait()
+    assert torch.equal(update(), expected)
+    thread.join()
