@@ -46,9 +46,10 @@ def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
 def no_compiling() -> Iterator[None]:
     """Inside, no other thread compiles. For what neither waits nor takes long."""
     lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    taken = lock is not None and lock.acquire(timeout=_PATIENCE_SECONDS)
+    if lock is None or not lock.acquire(timeout=_PATIENCE_SECONDS):
+        yield
+        return
     try:
         yield
     finally:
-        if taken:
-            lock.release()
+        lock.release()
