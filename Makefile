@@ -21,10 +21,10 @@ train: $(STAMP) ## train a model whose states are six times its memory budget (a
 	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
 
 test: $(STAMP) ## run the tests (WORKERS=4 processes)
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not long" tests
+	$(BIN)/pytest -n $(WORKERS) -m "not long" tests
 
 test-all: $(STAMP) ## the same, with long variants: world sizes, kills, limits
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal tests
+	$(BIN)/pytest -n $(WORKERS) tests
 
 lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/ruff check .

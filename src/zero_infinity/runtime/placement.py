@@ -31,10 +31,9 @@ _MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNK_BYTES = 16 * 1024 * 1024
 # Gradients on their way to the worker may take this part of the budget (or one whole unit's, if that is more).
 _GRADIENT_SHARE = 1 / 8
-# Blocks are fetched ahead as far as this part of the cache reaches. Farther costs bytes, as what would have been hits
-# leaves for it, and saves waits: from 1/3 to 1/2 2% more are read and a third less is waited, from 1/2 to 2/3 1% more
-# and an eighth is waited (dev/LOG.md, 2026-11-16).
-_LOOKAHEAD_SHARE = 2 / 3
+# Blocks are fetched ahead as far as this part of the cache reaches. Against 1/3 it reads 2% more and waits a third
+# less: the records of one large unit and the next unit's parameters are in sight together (dev/LOG.md, 2026-11-16).
+_LOOKAHEAD_SHARE = 1 / 2
 # Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
 _COPY_SHARE = 1 / 8
 # Whole units, gathered from ranks that store parts, may take this part.
@@ -108,9 +107,7 @@ def place(
     resident = sum(u.total(_MIN_CHUNK_BYTES) for u, home in zip(units, homes, strict=True) if home is Home.RAM)
     moving = [u for u, home in zip(units, homes, strict=True) if home is Home.NVME]
     all_gradients = sum(u.arriving for u in units)
-    # Those of resident units are so small that none of them should wait for the largest one's update.
-    small = sum(u.arriving for u, home in zip(units, homes, strict=True) if home is Home.RAM)
-    set_aside = min(all_gradients, max(gradients + small, int(budget * _GRADIENT_SHARE)))
+    set_aside = max(gradients, min(all_gradients, int(budget * _GRADIENT_SHARE)))
     chunk = _chunk_bytes(budget - resident - set_aside)
     everything = sum(u.total(chunk) for u in moving)
     most = budget if activations else everything
