@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from zero_infinity.cli import bench_checkpoint
+from zero_infinity.cli import bench_beside_drive, bench_checkpoint
 from zero_infinity.cli.main import main
 
 
 def test_saving_and_loading_beside_the_drive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_checkpoint, "_WIDTH", 256)
+    monkeypatch.setattr(bench_beside_drive, "WIDTH", 256)
     monkeypatch.setattr(bench_checkpoint, "_NUM_ROUNDS", 1)
-    monkeypatch.setattr(bench_checkpoint, "_SCRATCH_BYTES", 16 << 20)
+    monkeypatch.setattr(bench_beside_drive, "SCRATCH_BYTES", 16 << 20)
     assert main(["bench", "checkpoint", str(tmp_path), "--size", "4MiB", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["num_bytes"] == 5 * 256 * 256 * 12

@@ -14,6 +14,7 @@ from zero_infinity.cli import (
     bench_peers,
     bench_plan,
     bench_train,
+    bench_update,
 )
 
 
@@ -29,3 +30,4 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench_peers.add_parser(resources)
     bench_plan.add_parser(resources)
     bench_train.add_parser(resources)
+    bench_update.add_parser(resources)

@@ -21,17 +21,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.errors import ConfigError
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
-from zero_infinity.store.speed import Workload, measure, scratch_memory
-from zero_infinity.units import format_bytes, parse_bytes
+from zero_infinity.cli.bench_beside_drive import bytes_of, drive_alone, num_layers_of, trained_layers
+from zero_infinity.store.speed import Workload
+from zero_infinity.units import format_bytes
 
-_WIDTH = 2048  # of a layer: 16 MiB of parameters
-_BYTES_PER_PARAMETER = 12  # with AdamW's two states
 _MEMORY_SHARE = 4  # of the states, when they are on the drive
 _NUM_ROUNDS = 3
-_SCRATCH_BYTES = 128 << 20
 _EXAMPLE = "example: zero-infinity bench checkpoint /mnt/nvme --size 4GiB"
 
 
@@ -60,15 +55,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    num_layers = parse_bytes(args.size) // (_WIDTH * _WIDTH * _BYTES_PER_PARAMETER)
-    if not num_layers:
-        raise ConfigError(f"--size {args.size} is too small to measure; give 64MiB or more (2GiB for steady figures)")
+    num_layers = num_layers_of(args.size)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix=".zero-infinity-bench-", dir=args.directory) as directory:
         for home in ("RAM", "NVMe"):
             print(f"states in {home}: {_NUM_ROUNDS} rounds", file=sys.stderr, flush=True)
             rows += _measure(Path(directory), num_layers, home)
-    num_bytes = num_layers * _WIDTH * _WIDTH * _BYTES_PER_PARAMETER
+    num_bytes = bytes_of(num_layers)
     if args.json:
         measured = [{**asdict(row), "ratio": row.ratio} for row in rows]
         print(json.dumps({"directory": str(args.directory), "num_bytes": num_bytes, "rows": measured}))
@@ -81,23 +74,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(directory: Path, num_layers: int, home: str) -> list[Row]:
-    import torch
-
     import zero_infinity as zi
 
-    num_bytes = num_layers * _WIDTH * _WIDTH * _BYTES_PER_PARAMETER
+    num_bytes = bytes_of(num_layers)
     on_drive = home == "NVMe"
     memory = max(num_bytes // _MEMORY_SHARE, 256 << 20) if on_drive else 2 * num_bytes + (256 << 20)
     config = zi.Config(memory=memory, nvme=directory if on_drive else None)
-    with zi.init(config):
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(num_layers)]
-        model = torch.nn.Sequential(*layers)
-    made = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    model, optimizer = zi.prepare(model, made, config)
-    model(torch.randn(1, _WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    zi.synchronize(model)
+    model, optimizer = trained_layers(num_layers, config)
     found: dict[str, list[float]] = {"save": [], "load": []}
     drive: dict[str, list[float]] = {"save": [], "load": []}
     for _ in range(_NUM_ROUNDS):
@@ -105,7 +88,7 @@ def _measure(directory: Path, num_layers: int, home: str) -> list[Row]:
             found[act].append(num_bytes / _seconds(zi, act, directory / home, model, optimizer))
             alone = Workload.MIXED if on_drive else Workload.WRITE if act == "save" else Workload.READ
             # Of a mixed pattern half is read and half written: a checkpoint moves each of its bytes both ways.
-            drive[act].append(_drive(directory, num_bytes, alone) / (2 if on_drive else 1))
+            drive[act].append(drive_alone(directory, num_bytes, alone) / (2 if on_drive else 1))
     return [Row(home, act, statistics.median(found[act]), statistics.median(drive[act])) for act in found]
 
 
@@ -119,17 +102,3 @@ def _seconds(zi: Any, act: str, path: Path, model: Any, optimizer: Any) -> float
         zi.load(path, model, optimizer)
         zi.synchronize(model)
     return time.perf_counter() - start
-
-
-def _drive(directory: Path, num_bytes: int, workload: Workload) -> float:
-    device = FileDevice([str(directory)])
-    engine = QueuedEngine(device, NUM_THREADS, REQUEST_BYTES)
-    try:
-        num_bytes = max(2, num_bytes // REQUEST_BYTES) * REQUEST_BYTES
-        device.extend(num_bytes)
-        memory = memoryview(scratch_memory(_SCRATCH_BYTES))
-        if workload is not Workload.WRITE:
-            measure(engine, memory, Workload.WRITE, REQUEST_BYTES, num_bytes)
-        return measure(engine, memory, workload, REQUEST_BYTES, num_bytes).bytes_per_second
-    finally:
-        engine.close()
