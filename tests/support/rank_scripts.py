@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -84,12 +83,7 @@ def record(rank: int, num_ranks: int, settings: dict[str, Any]) -> tuple[zi.Stat
         loss_of(model, batch(step, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    # What is gathered ahead, and parameters on their way to other ranks, come in their own time.
-    before = None
-    while (stats := zi.stats(model)).sent_bytes != before:
-        before = stats.sent_bytes
-        time.sleep(0.5)
-        zi.synchronize(model)
+    zi.synchronize(model)
     trace = settings.get("trace")
     written = trace.with_stem(f"{trace.stem}.rank{rank}").read_text() if trace is not None else ""
     return zi.stats(model), written, states(model, optimizer)
@@ -237,15 +231,8 @@ def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) ->
         optimizer.zero_grad()
         zi.synchronize(model)
         before, after = after, zi.stats(model)
-        while (now := zi.stats(model)) != after or not _has_rested(model, now):
-            after = now  # units are gathered for the next step
     sent = sum(after.sent_bytes.values()) - sum(before.sent_bytes.values())
     return after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written, sent, after.memory_peak
-
-
-def _has_rested(model: nn.Module, before: zi.Stats) -> bool:
-    time.sleep(0.1)
-    return zi.stats(model).sent_bytes == before.sent_bytes
 
 
 def count(rank: int, num_ranks: int, depth: int, every: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ _NUM_ROUNDS = 2
 _DRIVE_BYTES = 256 << 20
 _LINK_BYTES = 2 << 20
 _LINK_ROUNDS = 24
-_STILL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,17 +192,9 @@ class _Rank:
             self._step()
             self._api.synchronize(self._model)
             self._barrier()
-            before, after = after, self._when_still()
+            before, after = after, self._counters()
         read, written, sent, uploaded = (new - old for new, old in zip(after, before, strict=True))
         return read, written, sent, uploaded
-
-    def _when_still(self) -> tuple[int, int, int, int]:
-        """All counters, when nothing is gathered for the next step any more."""
-        counters, before = self._counters(), None
-        while counters != before:
-            time.sleep(_STILL_SECONDS if self._configuration.num_ranks > 1 or self._accelerator is not None else 0)
-            counters, before = self._counters(), counters
-        return counters
 
     def _counters(self) -> tuple[int, int, int, int]:
         stats = self._api.stats(self._model)

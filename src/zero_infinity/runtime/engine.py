@@ -527,6 +527,8 @@ class TrainingEngine:
         """Wait until every update that was submitted is done and no byte is on its way."""
         self._updater.drain()
         self.gradients.drain()
+        if self._cache is not None:
+            self._cache.copier.drain()
         self.store.settle()
 
     # ------------------------------------------------------------------ checkpoints

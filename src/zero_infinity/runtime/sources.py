@@ -34,6 +34,8 @@ from zero_infinity.units import format_bytes
 
 # Numbers of groups of several units are apart from those of units.
 _JOINED = 1 << 32
+# How often who waits for the copying thread looks whether it is still there.
+_POLL_SECONDS = 0.1
 
 
 class Source(Protocol):
@@ -375,17 +377,27 @@ class Copier:
         self._lane = lane  # in a trace
         self._wire = wire
         self._store = store
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._num_pending = 0
         self._tasks: queue.SimpleQueue[tuple[_Group, list[_Copy]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
         self._thread.start()
 
     def submit(self, group: _Group, copies: list[_Copy]) -> None:
+        with self._changed:
+            self._num_pending += 1
         self._tasks.put((group, copies))
+
+    def drain(self) -> None:
+        """Wait until every copy is made, also those that nobody wants any more. A failure is for who acquires it."""
+        with self._changed:
+            while self._num_pending and self._thread.is_alive():
+                with through():
+                    self._changed.wait(_POLL_SECONDS)
 
     def drop(self, copy: _Copy) -> None:
         """Nobody needs the copy any more."""
-        with self._lock:
+        with self._changed:
             copy.dropped = True
             if copy.ready.is_set() and copy.memory is not None:
                 copy.memory.release()
@@ -414,11 +426,13 @@ class Copier:
                 # When ranks want different units nothing was exchanged, and they may find a way to go on.
                 if self._wire is not None and not isinstance(error, DivergenceError):
                     failed = error
-            with self._lock:
+            with self._changed:
                 for copy in copies:
                     copy.ready.set()
                     if copy.dropped and copy.memory is not None:
                         copy.memory.release()
+                self._num_pending -= 1
+                self._changed.notify_all()
             del task, group, copies, copy
 
     def _make(self, group: _Group, copies: list[_Copy]) -> None:
