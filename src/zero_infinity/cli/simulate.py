@@ -72,11 +72,11 @@ def _make_trace(setup: Setup, name: str) -> Trace:
     if setup.device_cache is not None and setup.hardware.device is not None:
         budgets[setup.hardware.device.name] = setup.device_cache
     part = "" if setup.scale == 1 else f", one of {setup.scale:.3g} slices of its blocks"
-    return Trace(f"{name} on {setup.num_ranks} devices of {setup.hardware.name}, two steps, simulated{part}", budgets)
+    return Trace(f"{name} on {_devices(setup)} of {setup.hardware.name}, two steps, simulated{part}", budgets)
 
 
 def _print(console: Console, setup: Setup, outcome: Outcome, title: str, seconds: float) -> None:
-    console.print(f"[bold]{escape(title)}[/] on {setup.num_ranks} devices of {escape(setup.hardware.name)}")
+    console.print(f"[bold]{escape(title)}[/] on {_devices(setup)} of {escape(setup.hardware.name)}")
     table = Table("link", "bytes of a rank", "busy", "of the step")
     for traffic in outcome.traffic:
         if traffic.busy_seconds:
@@ -96,3 +96,7 @@ def _print(console: Console, setup: Setup, outcome: Outcome, title: str, seconds
     ):
         rows.add_row(label, value)
     console.print(rows)
+
+
+def _devices(setup: Setup) -> str:
+    return "1 device" if setup.num_ranks == 1 else f"{setup.num_ranks:,} devices"

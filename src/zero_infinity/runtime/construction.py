@@ -22,7 +22,7 @@ from zero_infinity.runtime import hooks, parked
 from zero_infinity.runtime.accelerator import CpuPlace
 from zero_infinity.runtime.assembled import Assembled
 from zero_infinity.runtime.host import ParameterHost, budget_of
-from zero_infinity.runtime.placement import home_while_building
+from zero_infinity.runtime.placement import home_while_building, room_while_building
 from zero_infinity.runtime.precision import Precision, precision_of
 from zero_infinity.runtime.residency import Spare
 from zero_infinity.runtime.sources import ComputeCache
@@ -35,8 +35,6 @@ from zero_infinity.store.extents import round_up
 from zero_infinity.store.heap import trim_heap
 from zero_infinity.units import format_bytes, suggest_bytes
 
-# Whole units may take this part of the memory while a model is built that ranks store in parts.
-_GATHER_SHARE = 1 / 4
 # Constructions that are under way, the innermost last: only that one takes parameters.
 _under_way: list[Construction] = []
 
@@ -78,7 +76,7 @@ class Construction:
     def _make_cache(self, ranks: RankGroup) -> ComputeCache:
         """Whole units, for constructors that look at a layer after it was cut into parts."""
         # The same on every rank: what is gathered again depends on it.
-        budget = self._gather_bytes = int(self._common_budget * _GATHER_SHARE)
+        budget = self._gather_bytes = room_while_building(self._common_budget)
         self._host.store.pool.charge(budget)
         self._budget -= budget
         self._host.residency.limit(self._budget, 0)

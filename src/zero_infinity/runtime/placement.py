@@ -23,17 +23,19 @@ from zero_infinity.units import format_bytes, suggest_bytes
 _SMALL_BYTES = 256 * 1024
 # ...and stays resident while all small ones take at most this part of the budget.
 _SMALL_SHARE = 1 / 16
-# Records are cut so that one is at most this part of the cache, and within these bounds: requests of a few MiB reach
-# the drive's bandwidth, larger ones only take memory. Large ones are whole huge pages, which can be moved uncopied
-# when free memory lies in pieces.
-_CHUNK_SHARE = 1 / 24
+# Records are cut so that one is at most this part of the cache, with room for four beside what is needed at once, and
+# within these bounds. An update takes Python for each chunk, while the computation stands still: against 1/24 a step at
+# 1/8 of the states is 3% shorter; 1/8 is no better, and waits longer (dev/LOG.md, 2026-11-16). Large chunks are whole
+# huge pages, which can be moved uncopied when free memory lies in pieces.
+_CHUNK_SHARE = 1 / 12
+_CHUNKS_BESIDE = 4
 _MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNK_BYTES = 16 * 1024 * 1024
 # Gradients on their way to the worker may take this part of the budget (or one whole unit's, if that is more).
 _GRADIENT_SHARE = 1 / 8
-# Blocks are fetched ahead as far as this part of the cache reaches. Against 1/3 it reads 2% more and waits a third
-# less: the records of one large unit and the next unit's parameters are in sight together (dev/LOG.md, 2026-11-16).
-_LOOKAHEAD_SHARE = 1 / 2
+# Blocks are fetched ahead as far as this part of the cache reaches. Against 1/2 it reads 1% more and waits a tenth as
+# long: the records of one large unit and the next unit's parameters are in sight together (dev/LOG.md, 2026-11-16).
+_LOOKAHEAD_SHARE = 2 / 3
 # Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
 _COPY_SHARE = 1 / 8
 # Whole units, gathered from ranks that store parts, may take this part.
@@ -55,6 +57,10 @@ class UnitSize:
     gradients: int
     arriving: int  # gradients in memory before they are used or kept
     home: Home | None = None  # when that was decided before
+
+    @property
+    def is_small(self) -> bool:
+        return self.parameters <= _SMALL_BYTES
 
     def total(self, chunk_bytes: int) -> int:
         """All of it in blocks, which are whole pages each."""
@@ -107,8 +113,11 @@ def place(
     resident = sum(u.total(_MIN_CHUNK_BYTES) for u, home in zip(units, homes, strict=True) if home is Home.RAM)
     moving = [u for u, home in zip(units, homes, strict=True) if home is Home.NVME]
     all_gradients = sum(u.arriving for u in units)
-    set_aside = max(gradients, min(all_gradients, int(budget * _GRADIENT_SHARE)))
-    chunk = _chunk_bytes(budget - resident - set_aside)
+    # Room for the largest unit's gradients and for all small ones beside it: those need not wait for its update.
+    small = sum(u.arriving for u, home in zip(units, homes, strict=True) if home is Home.RAM)
+    set_aside = min(all_gradients, max(gradients + small, int(budget * _GRADIENT_SHARE)))
+    at_once = max([u.parameters for u in moving] + [size for _, size in together], default=0)
+    chunk = _chunk_bytes(budget - resident - set_aside, at_once)
     everything = sum(u.total(chunk) for u in moving)
     most = budget if activations else everything
     cache = min(budget - resident - set_aside, most)
@@ -127,16 +136,20 @@ def room_for_copies(sizes: Sequence[int], at_once: int, memory: int, *, gathered
     return max(at_once + max(sizes), min(sum(sizes), round_up(int(memory * share))))
 
 
+def room_while_building(memory: int) -> int:
+    """For whole units that are gathered while a model is built, of which no sizes are known yet."""
+    return int(memory * _GATHER_SHARE)
+
+
 def bucket_bytes(memory: int) -> int:
     """Of rows that leave, and as much for rows that come in: constant, whatever the model."""
     return max(_MIN_BUCKET_BYTES, min(_MAX_BUCKET_BYTES, round_up(memory // _BUCKETS_IN_MEMORY)))
 
 
 def _homes(units: Sequence[UnitSize], budget: int) -> tuple[Home, ...]:
-    small = [u for u in units if u.parameters <= _SMALL_BYTES]
-    if sum(u.total(_MIN_CHUNK_BYTES) for u in small) > budget * _SMALL_SHARE:
-        small = []
-    return tuple(u.home or (Home.RAM if u in small else Home.NVME) for u in units)
+    small_bytes = sum(u.total(_MIN_CHUNK_BYTES) for u in units if u.is_small)
+    small_home = Home.RAM if small_bytes <= budget * _SMALL_SHARE else Home.NVME
+    return tuple(u.home or (small_home if u.is_small else Home.NVME) for u in units)
 
 
 def home_while_building(num_bytes: int, resident_bytes: int, budget: int, *, nvme: bool) -> Home:
@@ -146,8 +159,8 @@ def home_while_building(num_bytes: int, resident_bytes: int, budget: int, *, nvm
     return Home.RAM if small or not nvme else Home.NVME
 
 
-def _chunk_bytes(cache: int) -> int:
-    wanted = int(max(cache, 0) * _CHUNK_SHARE)
+def _chunk_bytes(cache: int, at_once: int) -> int:
+    wanted = max(0, min(int(cache * _CHUNK_SHARE), (cache - at_once) // _CHUNKS_BESIDE))
     if wanted > HUGE_PAGE_BYTES:
         wanted = round(wanted / HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, round_up(wanted)))
