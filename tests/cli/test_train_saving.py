@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from zero_infinity.cli import progress
 from zero_infinity.cli.main import main
+from zero_infinity.units import format_bytes
 from zero_infinity.workload import text
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
@@ -172,7 +173,9 @@ def test_a_damaged_checkpoint_is_told_without_a_traceback(here: Path, capsys: py
     assert sorted(os.listdir(here)) == ["saved", "text"]
 
 
-def test_tuning_a_hugging_face_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_a_hugging_face_model(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
@@ -193,6 +196,12 @@ def test_tuning_a_hugging_face_model(here: Path, capsys: pytest.CaptureFixture[s
     assert not torch.equal(tuned.transformer.wte.weight.float(), model.transformer.wte.weight)
     assert main(["export", "tuned", "out"]) == 2
     assert "out is there already, and not empty" in capsys.readouterr().err
+    # How far the weights have come in is shown.
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    assert main(["train", "--pretrained", "gpt2", *common[:6], "--steps", "1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loading: ")]
+    total = format_bytes(4 * sum(parameter.numel() for parameter in model.parameters()))
+    assert lines[-1].startswith(f"loading: {total} of {total}  ")
 
 
 # ---------------------------------------------------------------------- several ranks

@@ -85,6 +85,33 @@ def test_in_and_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_same("half", {n: t.bfloat16() for n, t in expected.items()}, values(half))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_progress_is_told(name: str, tmp_path: Path) -> None:
+    """Every byte that goes into a block counts once, also where transformers puts a weight together."""
+    made(name, seed=1).save_pretrained(tmp_path / "in")
+    told: list[tuple[int, int]] = []
+
+    def total(model: nn.Module) -> int:
+        zi.load_pretrained(model, tmp_path / "in", progress=lambda *seen: told.append(seen))
+        assert told == sorted(told)
+        assert told[0][0] < told[0][1]
+        assert told[-1][0] == told[-1][1]
+        return told.pop()[1]
+
+    chosen = config(tmp_path, memory="2MiB")
+    with zi.init(chosen):
+        model = made(name, seed=2)
+        num_elements = sum(parameter.numel() for parameter in model.parameters())
+        assert total(model) == 4 * num_elements
+    told.clear()
+    model, _ = zi.prepare(model, adamw(model), chosen)
+    assert total(model) == 4 * num_elements
+    told.clear()
+    model = made(name, seed=2)
+    model, _ = zi.prepare(model, adamw(model), config(tmp_path, memory="2MiB", param_dtype="bfloat16"))
+    assert total(model) == (2 + 4) * num_elements  # what is stored, and its master copy
+
+
 def test_a_base_model_and_another_dtype(tmp_path: Path) -> None:
     """Files of the model without its head lack a prefix; 16-bit files fill float32 masters."""
     plain = made("gpt2", seed=1)

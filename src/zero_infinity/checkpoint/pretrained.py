@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.contents import Key, contents_of
+from zero_infinity.checkpoint.contents import BlockContent, Key, contents_of
 from zero_infinity.checkpoint.conversion import Conversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew
 from zero_infinity.checkpoint.filling import Filling, Source, Task
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.matching import Problems
+from zero_infinity.checkpoint.meter import Meter, Progress
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
@@ -104,7 +105,7 @@ class Pretrained:
         wire = self._engine.step_wire if self._engine is not None else None
         self._council = Council("zi.load_pretrained", host.ranks, wire)
 
-    def read(self, path: Path) -> None:
+    def read(self, path: Path, progress: Progress | None = None) -> None:
         self._host.finish()
         with ExitStack() as stack:
             with self._council.agreed("checks"):
@@ -112,7 +113,7 @@ class Pretrained:
                 plan = plan_loading(self._model, weights, self._all_names())
                 makers = self._match(path, weights, plan)
             with self._council.agreed("reading"), held(), self._replacing():
-                self._fill(weights, makers)
+                self._fill(weights, makers, Meter(progress))
 
     def _all_names(self) -> list[str]:
         return [name for names in self._contents.names.values() for name in names] + [
@@ -165,10 +166,13 @@ class Pretrained:
 
     # ------------------------------------------------------------------ values
 
-    def _fill(self, weights: Mapping[str, StoredTensor], makers: Mapping[str, StoredTensor | Conversion]) -> None:
+    def _fill(
+        self, weights: Mapping[str, StoredTensor], makers: Mapping[str, StoredTensor | Conversion], meter: Meter
+    ) -> None:
         contents = self._contents
+        meter.total = self._num_bytes(makers)
         with self._rooms() as num_bytes, Crew(num_bytes) as crew:
-            filling = Filling(contents, crew, replaces_records=False)
+            filling = Filling(contents, crew, replaces_records=False, meter=meter)
             made = _Made(self._model, weights, makers, crew)
             by_kind: dict[bool, list[Unit]] = {False: [], True: []}
             for unit in contents.units:
@@ -191,6 +195,23 @@ class Pretrained:
         record = self._contents.records.get(unit)
         if record is not None and record.has_master:
             yield from filling.of_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
+
+    def _num_bytes(self, makers: Mapping[str, StoredTensor | Conversion]) -> int:
+        """What goes into this rank's blocks. Counted without asking for sources: some would have to be made."""
+        return sum(
+            (part.stop - part.start) * content.dtype.itemsize
+            for unit in self._contents.units
+            for content in self._filled(unit)
+            for part in content.parts
+            if part.key[1] in makers
+        )
+
+    def _filled(self, unit: Unit) -> Iterator[BlockContent]:
+        """What `_tasks` fills."""
+        yield self._contents.of_unit(unit)
+        record = self._contents.records.get(unit)
+        if record is not None and record.has_master:
+            yield from self._contents.of_record(record, dict.fromkeys(record.state_names, (MASTER,)))
 
     def _sources(self, unit: Unit, made: _Made) -> dict[Key, Source]:
         names = self._names_in(unit)
