@@ -247,6 +247,8 @@ def test_mistakes(saved: tuple[Pair, Path, Any], tmp_path: Path) -> None:
         zi.save(tmp_path / "x", model, optimizer, keep=0)
     with pytest.raises(zi.UsageError, match=r"extra\['f'\] is a builtins.function"):
         zi.save(tmp_path / "x", model, optimizer, extra={"f": lambda: 0})
+    with pytest.raises(zi.UsageError, match="extra is a list, not a dict"):
+        zi.save(tmp_path / "x", model, optimizer, extra=[1])  # type: ignore[arg-type]
     with pytest.raises(zi.CheckpointError, match="has no extra 'scheduler'; it has 'epoch'"):
         zi.load(folder, model, optimizer, extra={"scheduler": 1})
     assert not (tmp_path / "x").exists()
