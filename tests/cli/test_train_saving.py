@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +20,13 @@ from rich.console import Console
 from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import zero_infinity as zi
 from zero_infinity.cli import progress
 from zero_infinity.cli.main import main
 from zero_infinity.units import format_bytes
 from zero_infinity.workload import text
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import preset
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
 TIGHT = ["--memory", "768KiB"]
@@ -156,6 +161,29 @@ def test_mistakes(options: list[str], message: str, here: Path, capsys: pytest.C
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_when_the_latest_is_removed_by_hand_the_one_before_is_gone_on_from(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--nvme", "none", "--save", "saved", "--resume"]
+    losses = train(capsys, *options, "--steps", "4", "--save-every", "2")
+    shutil.rmtree(here / "saved" / "step-00000004")
+    assert train(capsys, *options, "--steps", "4") == losses[2:]
+    (here / "saved" / "latest").unlink()  # as a copy without links
+    assert main(["train", *TINY, *options[:4], "--steps", "4"]) == 2
+    assert "saved has checkpoints of an earlier run" in capsys.readouterr().err
+    assert main(["export", "saved", "out"]) == 0
+
+
+def test_a_checkpoint_of_a_script_is_no_run_to_go_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = dataclasses.replace(preset("5M"), layers=3, hidden=64, heads=2, seq=32)
+    model = ByteGPT(shape)
+    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), zi.Config(memory="32MiB"))
+    zi.save(here / "mine", model, optimizer, extra={"schedule": {"last_epoch": 3}})
+    assert main(["train", *TINY, "--nvme", "none", "--steps", "2", "--save", "mine", "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "mine was not saved by zero-infinity train: it has no position, settings\n  fix:" in error
 
 
 def test_a_damaged_checkpoint_is_told_without_a_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

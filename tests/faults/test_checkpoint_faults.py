@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import zero_infinity as zi
 from zero_infinity.checkpoint import piece_io
 from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint.writing import Writing
 from zero_infinity.runtime import placement
 
 Pair = tuple[nn.Module, Any]
@@ -331,6 +332,42 @@ def test_any_call_may_fail(call: str, saved: tuple[Pair, Path, Any], monkeypatch
         assert not [path for path in folder.parent.iterdir() if path.name.startswith(".s")]
         zi.load(folder.parent, *pair)
         assert_same("states", expected, states(pair))
+
+
+def test_the_folder_is_removed_while_it_is_written(
+    saved: tuple[Pair, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody else: what could not be written is told, not that there was nothing left to tidy up."""
+    pair, folder, _ = saved
+    real = Writing.finish
+
+    def finish(writing: Writing) -> None:
+        real(writing)
+        shutil.rmtree(folder.parent)
+
+    for background in (False, True):
+        with all_given_back(), monkeypatch.context() as patch:
+            patch.setattr(Writing, "finish", finish)
+            with pytest.raises((zi.TransferError, zi.CheckpointError), match=r"rank-00000.json is missing"):
+                zi.save(folder.parent, *pair, background=background)
+                zi.synchronize(pair[0])
+    train(pair, 2, 3)
+    zi.save(folder.parent, *pair)
+
+
+def test_the_latest_of_a_folder_without_its_link(saved: tuple[Pair, Path, Any]) -> None:
+    """What is whole is found, wherever a link leads, and also where there is none."""
+    pair, folder, expected = saved
+    elsewhere = folder.parent.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "latest").symlink_to(folder)
+    train(pair, 2, 3)
+    assert zi.load(elsewhere, *pair) == {"epoch": 3}
+    assert_same("by a link from elsewhere", expected, states(pair))
+    (folder.parent / "latest").unlink()
+    train(pair, 2, 3)
+    assert zi.load(folder.parent, *pair) == {"epoch": 3}
+    assert_same("without a link", expected, states(pair))
 
 
 def test_nothing_is_left_open(saved: tuple[Pair, Path, Any], tmp_path: Path) -> None:
