@@ -176,6 +176,16 @@ def test_when_the_latest_is_removed_by_hand_the_one_before_is_gone_on_from(
     assert main(["export", "saved", "out"]) == 0
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for save, reason in (("text", "File exists"), ("text/saved", "Not a directory"), ("/proc/saved", "No such file")):
+        assert main(["train", *TINY, "--nvme", "none", "--steps", "2", "--save", save]) == 1
+        output = capsys.readouterr()
+        assert f"TransferError: cannot make a checkpoint in {save}: {reason}" in output.err
+        assert "step" not in output.out
+
+
 def test_a_checkpoint_of_a_script_is_no_run_to_go_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = dataclasses.replace(preset("5M"), layers=3, hidden=64, heads=2, seq=32)
     model = ByteGPT(shape)

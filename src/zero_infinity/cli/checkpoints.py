@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_infinity import api
-from zero_infinity.checkpoint.directory import has_checkpoint
+from zero_infinity.checkpoint.directory import Aside, has_checkpoint
 from zero_infinity.cli.progress import Progress
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.errors import ConfigError
@@ -161,4 +161,7 @@ def options_of(
         raise ConfigError(
             f"{save} has checkpoints of an earlier run\n  fix:   --resume to go on from the latest, or another folder"
         )
+    if ranks.rank == 0:
+        # Where nothing can be saved, that is said now, and not after the last step.
+        Aside(save).discard()
     return SaveOptions(save, every, keep, resume, background)
