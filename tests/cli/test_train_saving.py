@@ -21,7 +21,7 @@ from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import zero_infinity as zi
-from zero_infinity.cli import progress
+from zero_infinity.cli import progress, transfers
 from zero_infinity.cli.main import main
 from zero_infinity.units import format_bytes
 from zero_infinity.workload import text
@@ -97,6 +97,19 @@ def test_how_far_it_is_is_shown(
         done = re.match(rf"{act}: (.+) of (.+?)  [\d,]+ MB/s  process memory [\d.,]+ .iB  left 0 s", last)
         assert done is not None, last
         assert done[1] == done[2]
+
+
+def test_the_rate_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute before the first byte, in which transformers is imported, is no sign of a slow drive."""
+    times = iter([0.0, 60.0, 62.0])
+    monkeypatch.setattr(transfers.time, "perf_counter", lambda: next(times))
+    lines: list[str] = []
+    shown = transfers.Shown("loading", 0.0, lambda transfer: lines.append(transfer.line))
+    shown(2_000_000, 10_000_000)
+    shown(6_000_000, 10_000_000)
+    assert "  0 MB/s  " in lines[0]
+    assert "  2 MB/s  " in lines[1]
+    assert lines[1].endswith("left 2.00 s")
 
 
 def test_how_far_it_is_is_shown_on_a_terminal() -> None:
