@@ -174,12 +174,14 @@ def load(
     return loading.read(Path(path), extra or {}, progress)
 
 
-def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+def load_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, progress: Progress | None = None
+) -> None:
     """Load the weights of a safetensors file, or of a Hugging Face folder, into a model of `zi.init` or `zi.prepare`.
 
     They are never whole in memory: each rank reads what it keeps, in the dtype that it keeps. Names and fused weights
     are converted as `from_pretrained` of transformers does. Master copies are set, the optimizer's states stay as they
-    are. Inside of `zi.init`, too, once the model is made.
+    are. Inside of `zi.init`, too, once the model is made. `progress` as in `zi.save`.
     """
     hosts = _hosts(model)
     if len(hosts) != 1:
@@ -187,7 +189,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
             "this model was neither prepared nor built inside of zi.init\n"
             "  fix:   zi.prepare(model, optimizer, config) first; or from_pretrained, if it fits in memory"
         )
-    Pretrained(model, hosts[0], strict=strict).read(Path(path))
+    Pretrained(model, hosts[0], strict=strict).read(Path(path), progress)
 
 
 def export(directory: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:

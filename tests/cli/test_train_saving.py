@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +20,13 @@ from rich.console import Console
 from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from zero_infinity.cli import progress
+import zero_infinity as zi
+from zero_infinity.cli import progress, transfers
 from zero_infinity.cli.main import main
+from zero_infinity.units import format_bytes
 from zero_infinity.workload import text
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import preset
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
 TIGHT = ["--memory", "768KiB"]
@@ -93,6 +99,19 @@ def test_how_far_it_is_is_shown(
         assert done[1] == done[2]
 
 
+def test_the_rate_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute before the first byte, in which transformers is imported, is no sign of a slow drive."""
+    times = iter([0.0, 60.0, 62.0])
+    monkeypatch.setattr(transfers.time, "perf_counter", lambda: next(times))
+    lines: list[str] = []
+    shown = transfers.Shown("loading", 0.0, lambda transfer: lines.append(transfer.line))
+    shown(2_000_000, 10_000_000)
+    shown(6_000_000, 10_000_000)
+    assert "  0 MB/s  " in lines[0]
+    assert "  2 MB/s  " in lines[1]
+    assert lines[1].endswith("left 2.00 s")
+
+
 def test_how_far_it_is_is_shown_on_a_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     terminal = progress.choose(as_json=False, every=1, make_console=lambda: console)
@@ -157,6 +176,39 @@ def test_mistakes(options: list[str], message: str, here: Path, capsys: pytest.C
     assert "Traceback" not in error
 
 
+def test_when_the_latest_is_removed_by_hand_the_one_before_is_gone_on_from(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--nvme", "none", "--save", "saved", "--resume"]
+    losses = train(capsys, *options, "--steps", "4", "--save-every", "2")
+    shutil.rmtree(here / "saved" / "step-00000004")
+    assert train(capsys, *options, "--steps", "4") == losses[2:]
+    (here / "saved" / "latest").unlink()  # as a copy without links
+    assert main(["train", *TINY, *options[:4], "--steps", "4"]) == 2
+    assert "saved has checkpoints of an earlier run" in capsys.readouterr().err
+    assert main(["export", "saved", "out"]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for save, reason in (("text", "File exists"), ("text/saved", "Not a directory"), ("/proc/saved", "No such file")):
+        assert main(["train", *TINY, "--nvme", "none", "--steps", "2", "--save", save]) == 1
+        output = capsys.readouterr()
+        assert f"TransferError: cannot make a checkpoint in {save}: {reason}" in output.err
+        assert "step" not in output.out
+
+
+def test_a_checkpoint_of_a_script_is_no_run_to_go_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = dataclasses.replace(preset("5M"), layers=3, hidden=64, heads=2, seq=32)
+    model = ByteGPT(shape)
+    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), zi.Config(memory="32MiB"))
+    zi.save(here / "mine", model, optimizer, extra={"schedule": {"last_epoch": 3}})
+    assert main(["train", *TINY, "--nvme", "none", "--steps", "2", "--save", "mine", "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "mine was not saved by zero-infinity train: it has no position, settings\n  fix:" in error
+
+
 def test_a_damaged_checkpoint_is_told_without_a_traceback(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(capsys, "--nvme", "none", "--steps", "1", "--save", "saved")
     path = next((here / "saved" / "latest").glob("model*"))
@@ -172,7 +224,9 @@ def test_a_damaged_checkpoint_is_told_without_a_traceback(here: Path, capsys: py
     assert sorted(os.listdir(here)) == ["saved", "text"]
 
 
-def test_tuning_a_hugging_face_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_a_hugging_face_model(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
@@ -193,6 +247,12 @@ def test_tuning_a_hugging_face_model(here: Path, capsys: pytest.CaptureFixture[s
     assert not torch.equal(tuned.transformer.wte.weight.float(), model.transformer.wte.weight)
     assert main(["export", "tuned", "out"]) == 2
     assert "out is there already, and not empty" in capsys.readouterr().err
+    # How far the weights have come in is shown.
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    assert main(["train", "--pretrained", "gpt2", *common[:6], "--steps", "1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loading: ")]
+    total = format_bytes(4 * sum(parameter.numel() for parameter in model.parameters()))
+    assert lines[-1].startswith(f"loading: {total} of {total}  ")
 
 
 # ---------------------------------------------------------------------- several ranks

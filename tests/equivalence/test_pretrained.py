@@ -55,7 +55,7 @@ def test_in_and_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_same("inside zi.init", expected, values(model))
     model, optimizer = zi.prepare(model, adamw(model), chosen)
     assert_same("prepared", expected, values(model))
-    zi.load_pretrained(model, tmp_path / "in")
+    zi.load_pretrained(model, tmp_path / "in" / "model.safetensors.index.json")
     assert_same("loaded again", expected, values(model))
 
     # One step of training, the same in plain PyTorch.
@@ -83,6 +83,33 @@ def test_in_and_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     half = auto(name).from_pretrained(tmp_path / "half")
     assert half.dtype is torch.bfloat16
     assert_same("half", {n: t.bfloat16() for n, t in expected.items()}, values(half))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_progress_is_told(name: str, tmp_path: Path) -> None:
+    """Every byte that goes into a block counts once, also where transformers puts a weight together."""
+    made(name, seed=1).save_pretrained(tmp_path / "in")
+    told: list[tuple[int, int]] = []
+
+    def total(model: nn.Module) -> int:
+        zi.load_pretrained(model, tmp_path / "in", progress=lambda *seen: told.append(seen))
+        assert told == sorted(told)
+        assert told[0][0] < told[0][1]
+        assert told[-1][0] == told[-1][1]
+        return told.pop()[1]
+
+    chosen = config(tmp_path, memory="2MiB")
+    with zi.init(chosen):
+        model = made(name, seed=2)
+        num_elements = sum(parameter.numel() for parameter in model.parameters())
+        assert total(model) == 4 * num_elements
+    told.clear()
+    model, _ = zi.prepare(model, adamw(model), chosen)
+    assert total(model) == 4 * num_elements
+    told.clear()
+    model = made(name, seed=2)
+    model, _ = zi.prepare(model, adamw(model), config(tmp_path, memory="2MiB", param_dtype="bfloat16"))
+    assert total(model) == (2 + 4) * num_elements  # what is stored, and its master copy
 
 
 def test_a_base_model_and_another_dtype(tmp_path: Path) -> None:
@@ -160,6 +187,23 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert_same(name, weights[name] + 1, values(model)[name])
     assert_same("norm", before["model.norm.weight"], values(model)["model.norm.weight"])
     optimizer.step()
+
+
+def test_quantized_weights_are_no_fractions(tmp_path: Path) -> None:
+    """Without their scales they would be other values; a buffer that counts is a whole number, too."""
+    made_of = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    weights = dict(made_of.state_dict())
+    chosen = config(tmp_path)
+    model, _ = zi.prepare(made_of, adamw(made_of), chosen)
+    save_file({**weights, "0.weight": torch.ones(8, 8, dtype=torch.int8)}, tmp_path / "weights.safetensors")
+    with pytest.raises(
+        zi.CheckpointError,
+        match=r"other kinds of numbers \(1\): 0.weight torch.int8, in the model torch.float32\n",
+    ):
+        zi.load_pretrained(model, tmp_path / "weights.safetensors")
+    save_file({**weights, "0.weight": torch.ones(8, 8, dtype=torch.float64)}, tmp_path / "weights.safetensors")
+    zi.load_pretrained(model, tmp_path / "weights.safetensors")
+    assert_same("values", torch.ones(8, 8), values(model)["0.weight"])
 
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "", 3, "x.bin"])

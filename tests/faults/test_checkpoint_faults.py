@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mounts import mounted
+from mounts import image, mounted
 from support.compare import adamw, assert_same, copied
 from support.models import mean_square, mlp, vectors
 from support.resources import all_given_back
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import zero_infinity as zi
 from zero_infinity.checkpoint import piece_io
 from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint.writing import Writing
 from zero_infinity.runtime import placement
 
 Pair = tuple[nn.Module, Any]
@@ -247,6 +248,8 @@ def test_mistakes(saved: tuple[Pair, Path, Any], tmp_path: Path) -> None:
         zi.save(tmp_path / "x", model, optimizer, keep=0)
     with pytest.raises(zi.UsageError, match=r"extra\['f'\] is a builtins.function"):
         zi.save(tmp_path / "x", model, optimizer, extra={"f": lambda: 0})
+    with pytest.raises(zi.UsageError, match="extra is a list, not a dict"):
+        zi.save(tmp_path / "x", model, optimizer, extra=[1])  # type: ignore[arg-type]
     with pytest.raises(zi.CheckpointError, match="has no extra 'scheduler'; it has 'epoch'"):
         zi.load(folder, model, optimizer, extra={"scheduler": 1})
     assert not (tmp_path / "x").exists()
@@ -266,7 +269,7 @@ def test_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.errno == errno.ENOSPC
         assert "fix:   free some space there" in str(caught.value)
         # Where room cannot be reserved, it is a write that fails.
-        monkeypatch.setattr(piece_io.os, "posix_fallocate", _cannot)
+        monkeypatch.setattr(piece_io, "fallocate", lambda *_: False)
         with pytest.raises(zi.TransferError, match="No space left on device"):
             zi.save(small, *pair)
         monkeypatch.undo()
@@ -279,8 +282,24 @@ def test_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same("the old one is whole", states(plain)[0], states(pair)[0])
 
 
-def _cannot(*_: int) -> None:
-    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+def test_a_file_system_that_cannot_reserve_room(tmp_path: Path) -> None:
+    """ext2, as network file systems: without fallocate. Saved, exported and loaded all the same; full is full."""
+    pair = prepared(tmp_path)
+    train(pair, 0, 1)
+    expected = states(pair)
+    with image(tmp_path, "ext2", 1 << 20) as small:
+        folder = zi.save(small / "saved", *pair)
+        zi.export(small / "out", pair[0])
+        shutil.rmtree(small / "out")
+        train(pair, 1, 2)
+        (small / "fill").write_bytes(bytes(shutil.disk_usage(small).free - 60_000))
+        for background in (False, True):
+            with pytest.raises(zi.TransferError, match="No space left on device"):
+                zi.save(small / "saved", *pair, background=background)
+                zi.synchronize(pair[0])
+        assert sorted(path.name for path in (small / "saved").iterdir()) == ["latest", folder.name]
+        zi.load(small / "saved", *pair)
+        assert_same("states", expected, states(pair))
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "open", "rename", "preadv"])
@@ -313,6 +332,42 @@ def test_any_call_may_fail(call: str, saved: tuple[Pair, Path, Any], monkeypatch
         assert not [path for path in folder.parent.iterdir() if path.name.startswith(".s")]
         zi.load(folder.parent, *pair)
         assert_same("states", expected, states(pair))
+
+
+def test_the_folder_is_removed_while_it_is_written(
+    saved: tuple[Pair, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody else: what could not be written is told, not that there was nothing left to tidy up."""
+    pair, folder, _ = saved
+    real = Writing.finish
+
+    def finish(writing: Writing) -> None:
+        real(writing)
+        shutil.rmtree(folder.parent)
+
+    for background in (False, True):
+        with all_given_back(), monkeypatch.context() as patch:
+            patch.setattr(Writing, "finish", finish)
+            with pytest.raises((zi.TransferError, zi.CheckpointError), match=r"rank-00000.json is missing"):
+                zi.save(folder.parent, *pair, background=background)
+                zi.synchronize(pair[0])
+    train(pair, 2, 3)
+    zi.save(folder.parent, *pair)
+
+
+def test_the_latest_of_a_folder_without_its_link(saved: tuple[Pair, Path, Any]) -> None:
+    """What is whole is found, wherever a link leads, and also where there is none."""
+    pair, folder, expected = saved
+    elsewhere = folder.parent.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "latest").symlink_to(folder)
+    train(pair, 2, 3)
+    assert zi.load(elsewhere, *pair) == {"epoch": 3}
+    assert_same("by a link from elsewhere", expected, states(pair))
+    (folder.parent / "latest").unlink()
+    train(pair, 2, 3)
+    assert zi.load(folder.parent, *pair) == {"epoch": 3}
+    assert_same("without a link", expected, states(pair))
 
 
 def test_nothing_is_left_open(saved: tuple[Pair, Path, Any], tmp_path: Path) -> None:

@@ -21,17 +21,25 @@ from zero_infinity.units import format_bytes
 
 # Everything in it is in memory as text: it is for counters and random states, not for weights.
 MAX_TENSOR_BYTES = 64 << 20
+_MAX_LEVELS = 100  # of lists in lists: few enough to be read again on whatever stack
+_MAX_BITS = 8192  # of an integer; beyond 4300 digits Python reads and writes none as text
 _KIND = "$"  # the key that tells what a JSON object stands for
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def encode(value: Any, where: str) -> Any:
     """JSON for `value`, which was found at `where`."""
+    return _encode(value, where, _MAX_LEVELS)
+
+
+def _encode(value: Any, where: str, levels: int) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | str):
         return value if value is None or isinstance(value, bool) else str(value)
     if isinstance(value, int):
+        if value.bit_length() > _MAX_BITS:
+            raise UsageError(f"{where} is a number of {value.bit_length():,} bits; at most {_MAX_BITS:,} can be saved")
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_KIND: "float", "value": str(float(value))}
@@ -39,13 +47,19 @@ def encode(value: Any, where: str) -> Any:
         return _encode_tensor(value, where, "tensor")
     if isinstance(value, np.ndarray) and value.dtype != object:
         return _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), where, "array")
+    if not levels and isinstance(value, list | Mapping | tuple | set | frozenset):
+        raise UsageError(
+            f"{where[:200]}... has more than {_MAX_LEVELS} levels of lists and dicts, which cannot be saved\n"
+            "  fix:   fewer levels; a list that contains itself has no end"
+        )
     if isinstance(value, list):
-        return [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
+        return [_encode(item, f"{where}[{number}]", levels - 1) for number, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return _encode_mapping(value, where)
+        return _encode_mapping(value, where, levels - 1)
     if isinstance(value, tuple | set | frozenset):
         kind = "tuple" if isinstance(value, tuple) else "set"
-        return {_KIND: kind, "items": [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]}
+        items = [_encode(item, f"{where}[{number}]", levels - 1) for number, item in enumerate(value)]
+        return {_KIND: kind, "items": items}
     if isinstance(value, bytes | bytearray):
         return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
     raise UsageError(
@@ -54,10 +68,10 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], where: str, levels: int) -> Any:
     if all(isinstance(key, str) for key in value) and _KIND not in value and not isinstance(value, Counter):
-        return {str(key): encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-    pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {str(key): _encode(item, f"{where}[{key!r}]", levels) for key, item in value.items()}
+    pairs = [[_encode(key, where, levels), _encode(item, f"{where}[{key!r}]", levels)] for key, item in value.items()]
     return {_KIND: "counter" if isinstance(value, Counter) else "dict", "items": pairs}
 
 

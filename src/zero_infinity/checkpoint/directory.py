@@ -30,24 +30,38 @@ PARTS_NAME = re.compile(r"parts-\d{5,9}\.json")  # what ranks tell each other wh
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that is meant: `path` itself, or the latest in it."""
-    if (path / MANIFEST).is_file():
-        return path
-    latest = path / LATEST
-    if (latest / MANIFEST).is_file():
-        return latest.resolve()
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint: {'it is a file' if path.exists() else 'it does not exist'}")
-    of_torch = "; it is one of torch.distributed.checkpoint" if (path / ".metadata").is_file() else ""
-    raise CheckpointError(
-        f"{path} has no checkpoint: neither {MANIFEST} nor {LATEST}/{MANIFEST} is there{of_torch}\n"
-        "  fix:   the directory that zi.save was given, or one of the checkpoints in it"
-    )
+    """The checkpoint that is meant: `path` itself, or the latest in it, which is then `path` and one name."""
+    with storage_errors(path, "look for a checkpoint in"):
+        found = _found(path)
+        if found is not None:
+            return found
+        if not path.is_dir():
+            reason = "it is a file" if path.exists() else "it does not exist"
+            raise CheckpointError(f"{path} is no checkpoint: {reason}")
+        of_torch = "; it is one of torch.distributed.checkpoint" if (path / ".metadata").is_file() else ""
+        raise CheckpointError(
+            f"{path} has no checkpoint: neither {MANIFEST} nor {LATEST}/{MANIFEST} is there{of_torch}\n"
+            "  fix:   the directory that zi.save was given, or one of the checkpoints in it"
+        )
 
 
 def has_checkpoint(path: Path) -> bool:
     """Whether `find` would find one."""
-    return (path / MANIFEST).is_file() or (path / LATEST / MANIFEST).is_file()
+    with storage_errors(path, "look for a checkpoint in"):
+        return _found(path) is not None
+
+
+def _found(path: Path) -> Path | None:
+    if (path / MANIFEST).is_file():
+        return path
+    latest = path / LATEST
+    if (latest / MANIFEST).is_file():
+        folder = latest.resolve()
+        return path / folder.name if folder.parent == path.resolve() else latest
+    # A process may be killed between naming a checkpoint and pointing at it, the one that is pointed at may have been
+    # removed by hand, and not everything that copies folders copies links.
+    whole = [folder for folder, _ in _checkpoints(path) if (folder / MANIFEST).is_file()] if path.is_dir() else []
+    return whole[-1] if whole else None
 
 
 class Aside:
@@ -108,7 +122,9 @@ class Aside:
     def discard(self) -> None:
         """It is not to be: remove what is there of it."""
         if self._lock is not None:
-            _remove(self.path)
+            # What cannot be removed the next save removes. Why it is not to be is the error to tell.
+            with contextlib.suppress(OSError):
+                _remove(self.path)
             self._unlock()
 
     def _unlock(self) -> None:
@@ -152,13 +168,13 @@ def _checkpoints(directory: Path) -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _prune(directory: Path, keep: int, newest: str) -> None:
-    others = [path for path, _ in _checkpoints(directory) if path.name != newest]
+    # What only has such a name takes nobody's place.
+    others = [path for path, _ in _checkpoints(directory) if path.name != newest and _is_checkpoint(path)]
     for path in others[: max(0, len(others) - (keep - 1))]:
-        if not path.is_symlink() and _is_only_ours(path):
-            # First the name goes, at once: what is half removed must not look like a checkpoint.
-            removing = directory / f".removing-{secrets.token_hex(8)}"
-            path.rename(removing)
-            _remove(removing)
+        # First the name goes, at once: what is half removed must not look like a checkpoint.
+        removing = directory / f".removing-{secrets.token_hex(8)}"
+        path.rename(removing)
+        _remove(removing)
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -187,6 +203,11 @@ def _locked(path: Path) -> int | None:
             os.close(descriptor)
             raise
     return descriptor
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """And nothing else."""
+    return not path.is_symlink() and (path / MANIFEST).is_file() and _is_only_ours(path)
 
 
 def _is_only_ours(path: Path) -> bool:

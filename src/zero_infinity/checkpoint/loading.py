@@ -20,7 +20,7 @@ from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew
 from zero_infinity.checkpoint.directory import find
 from zero_infinity.checkpoint.filling import Filling, Task
-from zero_infinity.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, OptimizerEntry
+from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.matching import Match, match
 from zero_infinity.checkpoint.meter import Meter, Progress
 from zero_infinity.checkpoint.opened import OpenCheckpoint
@@ -82,13 +82,13 @@ class Loading:
         name = ""
         with council.agreed("finding it"):
             if council.rank == 0:
-                name = find(path).name
+                found = find(path)
+                name = found.name if found != path else ""
             elif not path.is_dir():
                 raise CheckpointError(
                     f"{path} is not there for rank {council.rank}\n  fix:   a file system that all share"
                 )
-        name = council.of_first("its name", name)
-        return path if (path / MANIFEST).is_file() else path / name
+        return path / council.of_first("its name", name)
 
     # ------------------------------------------------------------------ values and states
 

@@ -160,9 +160,10 @@ def read(folder: Path) -> Manifest:
     fields = Fields(values, str(path))
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a zero_infinity checkpoint")
-    if values.get("version") != VERSION:
+    version = values.get("version")
+    if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{path} has version {str(values.get('version'))[:40]} of the format; this is version {VERSION}\n"
+            f"{path} has version {str(version)[:40]} of the format; this is version {VERSION}\n"
             "  fix:   load it with the zero_infinity that wrote it, or a later one"
         )
     if first is None or hashlib.sha256(data[first.end() :]).hexdigest() != first.group(1).decode():
@@ -232,7 +233,10 @@ def _optimizer(values: dict[str, Any], path: Path) -> OptimizerEntry:
     groups = []
     for value in fields.items("groups"):
         group = Fields(value, f"{path}: a parameter group")
-        groups.append(GroupEntry(_decoded(group, "settings"), group.texts("parameters")))
+        settings = _decoded(group, "settings")
+        if "params" in settings:  # is no setting: it would take the place of the optimizer's parameters
+            raise CheckpointError(f"{group.where} is damaged: its settings have 'params'")
+        groups.append(GroupEntry(settings, group.texts("parameters")))
     states = {}
     for name, value in fields.table("states").items():
         state = Fields(value, f"{path}: the state of {name[:200]!r}")

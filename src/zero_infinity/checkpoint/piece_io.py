@@ -19,12 +19,12 @@ from zero_infinity.errors import CheckpointError
 from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
 from zero_infinity.store.memory import address_of, move_bytes
+from zero_infinity.store.swap_file import fallocate
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _TO_DRIVE = 1 | 2 | 4  # write the dirty pages of a range, and wait for them
 _LARGE = 1 << 18  # pages of smaller ranges may stay until the end: they would be written once for each neighbour
-_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL)  # a file system that cannot reserve
 
 
 class OpenFile:
@@ -131,12 +131,8 @@ def create(path: Path, beginning: bytes, num_bytes: int) -> None:
     with storage_errors(path, "write"), path.open("xb") as file:
         file.write(beginning)
         file.flush()
-        try:
-            # A full drive is an error now, before anything else is written.
-            os.posix_fallocate(file.fileno(), 0, max(1, num_bytes))
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
+        # A full drive is an error now, before anything else is written; where nothing can be reserved, a write is.
+        if not fallocate(file.fileno(), 0, max(1, num_bytes)):
             file.truncate(num_bytes)
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.contents import Key, contents_of
+from zero_infinity.checkpoint.contents import BlockContent, Key, contents_of
 from zero_infinity.checkpoint.conversion import Conversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.council import Council
 from zero_infinity.checkpoint.crew import Crew
 from zero_infinity.checkpoint.filling import Filling, Source, Task
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.matching import Problems
+from zero_infinity.checkpoint.meter import Meter, Progress
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.stored import StoredTensor
 from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
@@ -42,11 +43,11 @@ _ROOM_SHARE, _MOST_ROOM = 16, 16 << 20
 
 
 def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a file, or of a folder with one file or with several and an index."""
+    """The tensors of a file, of the files in an index, or of a folder with one file or with several and an index."""
     if path.is_file():
-        return _open(path, stack)
+        return _open_indexed(path, stack) if path.suffix == ".json" else _open(path, stack)
     if (path / INDEX).is_file():
-        return _open_indexed(path, stack)
+        return _open_indexed(path / INDEX, stack)
     if (path / SINGLE).is_file():
         return _open(path / SINGLE, stack)
     if not path.exists():
@@ -76,8 +77,8 @@ def _open(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     return {name: StoredTensor(name, file, e.start, e.dtype, e.shape) for name, e in entries.items()}
 
 
-def _open_indexed(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    path = folder / INDEX
+def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    folder = path.parent
     places = Fields(parse(read_bytes(path, _MAX_INDEX_BYTES), path), str(path)).table("weight_map")
     for name, file in places.items():
         if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
@@ -87,7 +88,7 @@ def _open_indexed(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     files = {file: _open(folder / file, stack) for file in dict.fromkeys(places.values())}
     for name, file in places.items():
         if name not in files[file]:
-            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {INDEX} says it has")
+            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {path.name} says it has")
     return {name: files[file][name] for name, file in places.items()}
 
 
@@ -104,7 +105,7 @@ class Pretrained:
         wire = self._engine.step_wire if self._engine is not None else None
         self._council = Council("zi.load_pretrained", host.ranks, wire)
 
-    def read(self, path: Path) -> None:
+    def read(self, path: Path, progress: Progress | None = None) -> None:
         self._host.finish()
         with ExitStack() as stack:
             with self._council.agreed("checks"):
@@ -112,7 +113,7 @@ class Pretrained:
                 plan = plan_loading(self._model, weights, self._all_names())
                 makers = self._match(path, weights, plan)
             with self._council.agreed("reading"), held(), self._replacing():
-                self._fill(weights, makers)
+                self._fill(weights, makers, Meter(progress))
 
     def _all_names(self) -> list[str]:
         return [name for names in self._contents.names.values() for name in names] + [
@@ -126,10 +127,11 @@ class Pretrained:
     ) -> dict[str, StoredTensor | Conversion]:
         """The source of each of the model's tensors, by its first name."""
         shapes: dict[str, tuple[int, ...]] = {n: weights[source].true_shape for n, source in plan.direct.items()}
+        dtypes = {n: weights[source].dtype for n, source in plan.direct.items()}
         found: dict[str, StoredTensor | Conversion] = {n: weights[source] for n, source in plan.direct.items()}
         for conversion in plan.conversions:
             for name, made in self._made(path, conversion, weights).items():
-                shapes[name], found[name] = tuple(made.shape), conversion
+                shapes[name], dtypes[name], found[name] = tuple(made.shape), made.dtype, conversion
         problems = Problems()
         if self._strict:
             problems.add("only in the files", plan.unknown)
@@ -141,16 +143,26 @@ class Pretrained:
             if not saved:
                 problems.add("only in the model", [first] if self._strict else [])
                 continue
-            known = contents.managed.get(first)
-            shape = tuple(known.shape if known is not None else as_real(contents.plain[first]).shape)
+            shape, dtype = self._wanted(first)
             if shapes[saved[0]] != shape:
                 problems.add("other shapes", [f"{first} {list(shapes[saved[0]])}, in the model {list(shape)}"])
+            if dtypes[saved[0]].is_floating_point != dtype.is_floating_point:
+                # Integers for fractions are quantized weights, which mean nothing without their scales.
+                problems.add("other kinds of numbers", [f"{first} {dtypes[saved[0]]}, in the model {dtype}"])
             makers[first] = found[saved[0]]
         problems.raise_if_any(
             f"the weights in {path} do not fit the model",
             "the config that belongs to these weights; strict=False leaves alone what one of them lacks",
         )
         return makers
+
+    def _wanted(self, first: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and the dtype of one of the model's tensors."""
+        known = self._contents.managed.get(first)
+        if known is not None:
+            return tuple(known.shape), known.parts[0].unit.dtype
+        value = as_real(self._contents.plain[first])
+        return tuple(value.shape), value.dtype
 
     def _made(self, path: Path, conversion: Conversion, weights: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """What a conversion would make, without values."""
@@ -165,10 +177,13 @@ class Pretrained:
 
     # ------------------------------------------------------------------ values
 
-    def _fill(self, weights: Mapping[str, StoredTensor], makers: Mapping[str, StoredTensor | Conversion]) -> None:
+    def _fill(
+        self, weights: Mapping[str, StoredTensor], makers: Mapping[str, StoredTensor | Conversion], meter: Meter
+    ) -> None:
         contents = self._contents
+        meter.total = self._num_bytes(makers)
         with self._rooms() as num_bytes, Crew(num_bytes) as crew:
-            filling = Filling(contents, crew, replaces_records=False)
+            filling = Filling(contents, crew, replaces_records=False, meter=meter)
             made = _Made(self._model, weights, makers, crew)
             by_kind: dict[bool, list[Unit]] = {False: [], True: []}
             for unit in contents.units:
@@ -191,6 +206,23 @@ class Pretrained:
         record = self._contents.records.get(unit)
         if record is not None and record.has_master:
             yield from filling.of_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
+
+    def _num_bytes(self, makers: Mapping[str, StoredTensor | Conversion]) -> int:
+        """What goes into this rank's blocks. Counted without asking for sources: some would have to be made."""
+        return sum(
+            (part.stop - part.start) * content.dtype.itemsize
+            for unit in self._contents.units
+            for content in self._filled(unit)
+            for part in content.parts
+            if part.key[1] in makers
+        )
+
+    def _filled(self, unit: Unit) -> Iterator[BlockContent]:
+        """What `_tasks` fills."""
+        yield self._contents.of_unit(unit)
+        record = self._contents.records.get(unit)
+        if record is not None and record.has_master:
+            yield from self._contents.of_record(record, dict.fromkeys(record.state_names, (MASTER,)))
 
     def _sources(self, unit: Unit, made: _Made) -> dict[Key, Source]:
         names = self._names_in(unit)

@@ -27,6 +27,8 @@ def file_of(rank: int) -> str:
 def to_bytes(extra: Mapping[str, Any]) -> bytes:
     """This rank's state as it is now; objects in `extra` that have a `state_dict` give that."""
     states = {}
+    if not isinstance(extra, Mapping):
+        raise UsageError(f"extra is a {type(extra).__name__}, not a dict\n  fix:   extra={{'name': value, ...}}")
     for name, value in extra.items():
         if not isinstance(name, str):
             raise UsageError(f"extra has the key {name!r}, which is no text\n  fix:   extra={{'name': value, ...}}")

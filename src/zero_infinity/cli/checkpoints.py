@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_infinity import api
-from zero_infinity.checkpoint.directory import has_checkpoint
+from zero_infinity.checkpoint.directory import Aside, has_checkpoint
 from zero_infinity.cli.progress import Progress
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.errors import ConfigError
@@ -67,13 +67,23 @@ class Checkpoints:
         start = time.perf_counter()
         directory = self._options.directory
         with self._progress.transfer("loading") as shown:
-            objects = {"schedule": self._schedule}
-            extra = api.load(directory, self._model, self._optimizer, extra=objects, progress=shown)
-        self._check_settings(extra.get("settings", {}))
+            extra = api.load(directory, self._model, self._optimizer, progress=shown)
+        missing = [name for name in self._extra() if name not in extra]
+        if missing:
+            raise ConfigError(
+                f"{directory} was not saved by zero-infinity train: it has no {', '.join(missing)}\n"
+                "  fix:   zi.load in the script that goes on; or another directory to save to"
+            )
+        self._check_settings(extra["settings"])
+        self._schedule.load_state_dict(extra["schedule"])
         self._batches.position = int(extra["position"])
         self._last = api.stats(self._model).num_steps
         self._progress.say(f"goes on after step {self._last}, from {directory} ({time.perf_counter() - start:.1f} s)")
         return self._last
+
+    def _extra(self) -> dict[str, Any]:
+        """What a run needs to go on, beside what its model and its optimizer have."""
+        return {"schedule": self._schedule, "position": self._batches.position, "settings": self._settings}
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         for name, value in self._settings.items():
@@ -102,13 +112,12 @@ class Checkpoints:
             api.synchronize(self._model)
             self._look()
         start = time.perf_counter()
-        extra = {"schedule": self._schedule, "position": self._batches.position, "settings": self._settings}
         with nullcontext() if background else self._progress.transfer("saving") as shown:
             folder = api.save(
                 options.directory,
                 self._model,
                 self._optimizer,
-                extra=extra,
+                extra=self._extra(),
                 keep=options.keep,
                 background=background,
                 progress=shown,
@@ -152,4 +161,7 @@ def options_of(
         raise ConfigError(
             f"{save} has checkpoints of an earlier run\n  fix:   --resume to go on from the latest, or another folder"
         )
+    if ranks.rank == 0:
+        # Where nothing can be saved, that is said now, and not after the last step.
+        Aside(save).discard()
     return SaveOptions(save, every, keep, resume, background)

@@ -84,7 +84,8 @@ def train(job: Job, config: Config, interruption: Interruption, progress: Progre
     progress.say(_opening(api.stats(model), corpus.num_bytes, ranks.num_ranks, config.stage))
     first = checkpoints.resume()
     if job.pretrained is not None and not first:
-        api.load_pretrained(model, job.pretrained)
+        with progress.transfer("loading") as shown:
+            api.load_pretrained(model, job.pretrained, progress=shown)
     before = api.stats(model)
     tokens_per_step = ranks.num_ranks * num_batches * job.batch * workload.seq
     losses: list[float] = []

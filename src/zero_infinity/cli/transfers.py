@@ -16,17 +16,18 @@ from zero_infinity.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """So many bytes of so many, after so many seconds."""
+    """So many bytes of so many; the last `timed` of them took so many seconds."""
 
     act: str  # "saving"
     done: int
     total: int
+    timed: int
     seconds: float
     process_bytes: int  # in memory
 
     @property
     def cells(self) -> dict[str, str]:
-        rate = self.done / self.seconds if self.seconds else 0.0
+        rate = self.timed / self.seconds if self.seconds else 0.0
         left = (self.total - self.done) / rate if rate else 0.0
         return {
             "done": f"{format_bytes(self.done)} of {format_bytes(self.total)}",
@@ -59,13 +60,16 @@ class Shown:
         self._act = act
         self._seconds = seconds
         self._show = show
-        self._start = self._last = time.perf_counter()
+        self._last = time.perf_counter()
+        self._first: tuple[int, float] | None = None  # what had moved, and when, at the first call
 
     def __call__(self, done: int, total: int) -> None:
         now = time.perf_counter()
+        # What comes before the first byte (names, headers, the import of transformers) says nothing about the rate.
+        before, start = self._first = self._first or (done, now)
         if now - self._last >= self._seconds:
             self._last = now
-            self._show(Transfer(self._act, done, total, now - self._start, _process_bytes()))
+            self._show(Transfer(self._act, done, total, done - before, now - start, _process_bytes()))
 
 
 def _process_bytes() -> int:

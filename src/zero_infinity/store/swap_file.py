@@ -87,7 +87,7 @@ class SwapFile:
         """Reserve everything up to `size`, or raise `SwapSpaceError` and keep the old size."""
         free = self.free_bytes()
         try:
-            if not self._reserves or not _fallocate(self._fd, self._size, size - self._size):
+            if not self._reserves or not fallocate(self._fd, self._size, size - self._size):
                 self._grow_unreserved(size, free)
         except OSError as error:
             self.cut(self._size)
@@ -173,7 +173,7 @@ def _enable_direct(descriptor: int) -> bool:
     return True
 
 
-def _fallocate(descriptor: int, offset: int, num_bytes: int) -> bool:
+def fallocate(descriptor: int, offset: int, num_bytes: int) -> bool:
     """Reserve the range; False where the file system cannot."""
     while _libc.fallocate(descriptor, 0, offset, num_bytes) != 0:
         number = ctypes.get_errno()

@@ -76,6 +76,9 @@ def test_what_cannot_be_saved_is_named() -> None:
         codec.encode({"a": [1, {"b": object()}]}, "extra")
     with pytest.raises(zi.UsageError, match="at most 64.0 MiB can be saved"):
         codec.encode([torch.empty(17 << 20)], "extra")
+    with pytest.raises(zi.UsageError, match=r"extra\[0\] is a number of 16,610 bits; at most 8,192 can be saved"):
+        codec.encode([10**5000], "extra")
+    assert through(1 << 8191) == 1 << 8191
 
 
 json_values = st.recursive(
@@ -114,3 +117,13 @@ def test_nesting_without_end() -> None:
         codec.decode(value, "it")
     with pytest.raises(zi.CheckpointError, match="nested without end"):
         codec.decode({"$": "tuple", "items": value}, "it")
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: (value,), lambda value: {"a": value}])
+def test_what_is_saved_is_not_nested_too_deeply(wrap: Any) -> None:
+    value = 0
+    for _ in range(100):
+        value = wrap(value)
+    assert through(value) == value
+    with pytest.raises(zi.UsageError, match=r"it\[.*\.\.\. has more than 100 levels of lists and dicts"):
+        codec.encode(wrap(value), "it")

@@ -43,6 +43,47 @@ def test_keep(keep: int, tmp_path: Path) -> None:
         assert names(tmp_path) == ["latest", *kept]
 
 
+def test_what_only_has_the_name_of_a_checkpoint_takes_no_place(tmp_path: Path) -> None:
+    (tmp_path / "step-00000000").write_text("a file")
+    (tmp_path / "step-00000008").mkdir()
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "step-00000009" / "notes.txt").write_text("mine")
+    strays = names(tmp_path)
+    for step in range(1, 5):
+        publish(tmp_path, step, keep=2)
+    assert names(tmp_path) == sorted(["latest", *strays, "step-00000003", "step-00000004"])
+
+
+def test_without_its_link_the_highest_step_is_the_latest(tmp_path: Path) -> None:
+    """It was killed before the link was made, the folder was copied without links, or what it points at was removed."""
+    publish(tmp_path, 3)
+    publish(tmp_path, 4)
+    publish(tmp_path, 4)
+    (tmp_path / "step-00000009").mkdir()  # nothing is in it
+    (tmp_path / "latest").unlink()
+    assert find(tmp_path) == tmp_path / "step-00000004-1"
+    (tmp_path / "latest").symlink_to("step-00000123")
+    assert has_checkpoint(tmp_path)
+    assert find(tmp_path) == tmp_path / "step-00000004-1"
+
+
+def test_the_link_may_lead_elsewhere(tmp_path: Path) -> None:
+    there = publish(tmp_path / "there", 3)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "latest").symlink_to(there)
+    assert find(here) == here / "latest"
+    (tmp_path / "link").symlink_to(there.parent)
+    assert find(tmp_path / "link") == tmp_path / "link" / "step-00000003"
+
+
+def test_what_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
+    aside = Aside(tmp_path)
+    aside.path.rmdir()
+    aside.discard()
+    aside.discard()
+
+
 def test_nothing_else_is_removed(tmp_path: Path) -> None:
     publish(tmp_path, 1)
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")

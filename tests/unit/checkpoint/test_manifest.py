@@ -83,6 +83,7 @@ def test_odd_names_of_files(name: str, tmp_path: Path) -> None:
     [
         (("version",), 2, "has version 2 of the format; this is version 1"),
         (("version",), None, "has version None"),
+        (("version",), True, "has version True"),
         (("format",), "other", "is not the manifest of a zero_infinity checkpoint"),
         (("step",), -1, "no number"),
         (("step",), "7", "'step' is '7', not int"),
@@ -96,6 +97,7 @@ def test_odd_names_of_files(name: str, tmp_path: Path) -> None:
         (("tied", "c"), "nobody", "is tied to"),
         (("tied", "a.weight"), "a.weight", "is tied to"),
         (("optimizer", "groups"), {}, "'groups'"),
+        (("optimizer", "groups", 0, "settings", "params"), ["a.weight"], "its settings have 'params'"),
         (("optimizer", "states", "a.weight", "scalars"), {"$": "code"}, "is no kind of value"),
         (("optimizer", "groups", 0, "parameters"), [1], "something else than texts"),
     ],
