@@ -71,7 +71,7 @@ class Plan:
             settings["nvme"] = "/path/on/a/drive"
         if setup.job.states.parameter < setup.job.states.gradient:
             settings["param_dtype"] = "bfloat16"
-        if setup.job.interval == 1:
+        if setup.job.interval == 1 and setup.model.num_blocks:  # the engine refuses a model without blocks
             settings["checkpoint_activations"] = True
             computing = setup.hardware.device or setup.hardware.host
             if setup.homes.checkpoints is not computing:
