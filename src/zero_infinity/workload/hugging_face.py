@@ -255,8 +255,8 @@ def _uninitialised() -> Iterator[None]:
     from transformers import PreTrainedModel
 
     initialise = PreTrainedModel.initialize_weights
-    PreTrainedModel.initialize_weights = lambda _: None
+    PreTrainedModel.initialize_weights = lambda _: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PreTrainedModel.initialize_weights = initialise
+        PreTrainedModel.initialize_weights = initialise  # type: ignore[method-assign]
