@@ -89,6 +89,13 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--memory", "0"], 2, "--memory is 0"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
         (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "500KiB"], 1, "works: no --memory"),
+        (["--model", "gpt3-1.3b", "--hardware", "rtx4090", "--seq", "100000"], 1, "works: --seq 3125"),
+        (
+            ["--layers", "1", "--hidden", "600", "--heads", "4", "--hardware", "rtx4090", "--device-memory", "1KiB"],
+            1,
+            "works: no --device-memory",
+        ),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--nvme", "none"], 1, "works: --nvme DIR"),
         (["--model", "gpt5", "--hardware", "laptop"], 2, "there is no model 'gpt5'"),
         (["--model", "gpt3-13b", "--hardware", "labtop"], 2, "did you mean 'laptop'?"),
         (["--model", "gpt3-13b", "--layers", "3", "--hardware", "laptop"], 2, "--model has its own shape"),

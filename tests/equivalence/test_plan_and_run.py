@@ -10,7 +10,7 @@ import torch
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.cli.division import divide
+from zero_infinity.cli.division import divide, find_blocks
 from zero_infinity.plan import hardware, modules
 from zero_infinity.plan.job import SINGLE, Job
 from zero_infinity.plan.outcome import Outcome
@@ -27,7 +27,10 @@ def planned(memory: int, *, early: bool, batch: int = 1, **settings: Any) -> Out
     with torch.device("meta"):
         tokens = torch.zeros(batch, SHAPE.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
-        model = modules.describe(ByteGPT(SHAPE), inputs, batch=batch, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
+        network = ByteGPT(SHAPE)
+        model = modules.describe(
+            network, inputs, batch=batch, seq=SHAPE.seq, name="gpt", dtype_bytes=4, blocks=find_blocks(network)
+        )
     interval = int(settings.get("checkpoint_activations", False))
     offload = settings.get("offload_activations")
     job = Job(

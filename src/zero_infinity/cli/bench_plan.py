@@ -138,7 +138,7 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
     """What the planner says, given how fast plain PyTorch, the drive and the link were."""
     import torch
 
-    from zero_infinity.cli.division import divide
+    from zero_infinity.cli.division import divide, find_blocks
     from zero_infinity.plan import modules
     from zero_infinity.plan.hardware import Hardware, Tier, TierKind
     from zero_infinity.plan.job import SINGLE, Job
@@ -150,8 +150,15 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
     with torch.device("meta"):
         tokens = torch.zeros(configuration.batch, shape.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
+        network = ByteGPT(shape)
         model = modules.describe(
-            ByteGPT(shape), inputs, batch=configuration.batch, seq=shape.seq, name=configuration.name, dtype_bytes=4
+            network,
+            inputs,
+            batch=configuration.batch,
+            seq=shape.seq,
+            name=configuration.name,
+            dtype_bytes=4,
+            blocks=find_blocks(network),
         )
     # The emulated accelerator copies the bytes, and then waits as long as its link would take.
     link = 1 / (1 / configuration.device_rate + 2 / calibration.copy_rate) if configuration.device_rate else 1e10

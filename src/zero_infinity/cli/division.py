@@ -1,12 +1,17 @@
-"""Hands the engine's own division of host memory to the planner, which may not import the engine."""
+"""Hands the engine's own decisions to the planner, which may not import the engine: memory, and what is a block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from zero_infinity.errors import UsageError
 from zero_infinity.plan.setup import Division, UnitBytes
 from zero_infinity.runtime.placement import UnitSize, bucket_bytes, place, room_for_copies
 from zero_infinity.store.block import Home
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def divide(units: Sequence[UnitBytes], memory: int, streams: bool, num_ranks: int) -> Division:
@@ -27,3 +32,13 @@ def divide(units: Sequence[UnitBytes], memory: int, streams: bool, num_ranks: in
         copies=copies,
         buckets=buckets,
     )
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """What `checkpoint_activations=True` would compute again in backward, in order; nothing where it would refuse."""
+    from zero_infinity.runtime.stacks import find_stacks  # only a module needs torch, a plan by numbers does not
+
+    try:
+        return [block for stack in find_stacks(model) for block in stack]
+    except UsageError:
+        return []

@@ -14,7 +14,8 @@ from rich.table import Table
 from zero_infinity.cli import subject
 from zero_infinity.cli.division import divide
 from zero_infinity.errors import CapacityError
-from zero_infinity.plan.planner import Need, Plan, alternatives, make_plan
+from zero_infinity.plan import hardware as profiles
+from zero_infinity.plan.planner import Need, Plan, alternatives, make_plan, works
 from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
 _EPILOG = """\
@@ -45,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = make_plan(model, hardware, job, divide)
     except CapacityError as error:
-        works = alternatives(model, hardware, job, divide)
-        tried = "".join(f"\n  works: {change}" for change in works) or "\n  works: nothing that was tried"
+        found = alternatives(model, hardware, job, divide, shorten=args.seq is not None)
+        if args.nvme == "none" and works(model, profiles.load(args.hardware), job, divide):
+            found.append("--nvme DIR: the drives that the machine has")
+        tried = "".join(f"\n  works: {change}" for change in found) or "\n  works: nothing that was tried"
         raise CapacityError(f"{error}{tried}") from None
     settings = plan.settings
     if args.nvme not in (None, "none") and "nvme" in settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,42 +99,15 @@ def model_of(args: argparse.Namespace) -> Model:
         if numbers or args.vocabulary:
             raise ConfigError("--model has its own shape; leave out --layers, --hidden, --heads and --vocabulary")
         if args.model.endswith(".json") or Path(args.model).is_dir():
-            return _from_config(Path(args.model), args.seq)
+            from zero_infinity.cli.described import from_config
+
+            return from_config(Path(args.model), args.seq)
         return models.known(args.model, args.seq)
     if len(numbers) < 3:
         raise ConfigError(
             "which model?\n  fix:   --model gpt3-13b, --model config.json, or --layers, --hidden and --heads"
         )
     return models.transformer(args.layers, args.hidden, args.heads, args.seq or 1024, vocabulary=args.vocabulary or 0)
-
-
-def _from_config(path: Path, seq: int | None) -> Model:
-    """Built of fake tensors, which have shapes and no memory, whatever its size.
-
-    Like the meta device, but models that look into their masks can tell that there is nothing to see.
-    """
-    import torch
-    from torch._subclasses import FakeTensorMode
-
-    from zero_infinity.plan import modules
-    from zero_infinity.workload import hugging_face
-
-    config = hugging_face.read_config(path)
-    length = seq or min(config.max_seq or 1024, 1024)
-    if config.max_seq is not None and length > config.max_seq:
-        raise ConfigError(f"--seq is {length}, but {path} has positions for {config.max_seq}")
-    with FakeTensorMode():
-        model = config.build()
-        tokens = torch.zeros(1, length, dtype=torch.long)
-        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-        element_bytes = next(model.parameters()).element_size()
-        name = str(config.settings.model_type)
-        try:
-            return modules.describe(model, inputs, batch=1, seq=length, name=name, dtype_bytes=element_bytes)
-        except RuntimeError as error:  # what torch raises for a forward that asks for values
-            reason = str(error).splitlines()[0]
-            print(f"warning: {name} cannot run without values ({reason}); counted by its parameters", file=sys.stderr)
-            return modules.outline(model, seq=length, name=name)
 
 
 def _size(option: str, text: str | None) -> int | None:

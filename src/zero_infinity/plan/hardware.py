@@ -12,6 +12,7 @@ import difflib
 import enum
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -95,6 +96,10 @@ def load(name_or_path: str) -> Hardware:
             return parse(path.read_text(encoding="utf-8"), name_or_path)
         except OSError as error:
             raise ConfigError(f"hardware: {path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"hardware: {path} is no text\n  fix:   a profile, such as zero-infinity bench hardware writes"
+            ) from None
     name = name_or_path.lower()
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
@@ -123,12 +128,12 @@ def parse(text: str, where: str) -> Hardware:
         flops=table.rate("flops"),
         node_link=table.rate("node_link", default=math.inf),
         cluster_link=table.rate("cluster_link", default=math.inf),
-        link_latency=table.rate("link_latency", default=0.0),
+        link_latency=table.seconds("link_latency"),
         update_rate=table.rate("update_rate"),
         tiers=tiers,
         sources={name: source for part in (table, *tier_tables) for name, source in part.sources.items()},
-        link_cpu_seconds_per_byte=table.rate("link_cpu_seconds_per_byte", default=0.0),
-        block_cpu_seconds=table.rate("block_cpu_seconds", default=0.0),
+        link_cpu_seconds_per_byte=table.seconds("link_cpu_seconds_per_byte"),
+        block_cpu_seconds=table.seconds("block_cpu_seconds"),
     )
     table.refuse_unknown()
     _check_tiers(hardware, where)
@@ -147,10 +152,10 @@ def _tier(table: _Table) -> Tier:
         read=read,
         write=table.rate("write", default=read),
         one_device=table.rate("one_device", default=read),
-        latency=table.rate("latency", default=0.0),
-        bypasses_host=bool(table.raw("bypasses_host", default=False)),
+        latency=table.seconds("latency"),
+        bypasses_host=table.flag("bypasses_host"),
         endurance=table.size("endurance") if "endurance" in table.values else None,
-        cpu_seconds_per_byte=table.rate("cpu_seconds_per_byte", default=0.0),
+        cpu_seconds_per_byte=table.seconds("cpu_seconds_per_byte"),
     )
     table.refuse_unknown()
     return tier
@@ -160,6 +165,9 @@ def _check_tiers(hardware: Hardware, where: str) -> None:
     kinds = [tier.kind for tier in hardware.tiers]
     if kinds.count(TierKind.HOST) != 1 or kinds.count(TierKind.DEVICE) > 1:
         raise ConfigError(f"hardware {where}: tiers need exactly one of kind 'host' and at most one of kind 'device'")
+    twice = [name for name, number in Counter(tier.name.lower() for tier in hardware.tiers).items() if number > 1]
+    if twice:
+        raise ConfigError(f"hardware {where}: two tiers have the name {twice[0]!r}; each needs its own")
     order = [list(TierKind).index(kind) for kind in kinds]
     if order != sorted(order):
         raise ConfigError(f"hardware {where}: tiers go from the fastest to the slowest: device, host, storage")
@@ -213,14 +221,30 @@ class _Table:
         return num_bytes
 
     def rate(self, name: str, **default: float) -> float:
-        """A number of things a second, or of seconds."""
+        """A number of things a second."""
         if name not in self.values and default:
             self._asked.append(name)
             return default["default"]
         value = self._figure(name, self.raw(name))
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise self.error(f"{name} = {value!r}; accepted: a number above zero, in bytes, operations, seconds")
+            raise self.error(f"{name} = {value!r}; accepted: a number above zero, of bytes or operations a second")
         return float(value)
+
+    def seconds(self, name: str) -> float:
+        """What something takes: nothing, where the profile does not say."""
+        self._asked.append(name)
+        if name not in self.values:
+            return 0.0
+        value = self._figure(name, self.values[name])
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise self.error(f"{name} = {value!r}; accepted: a number of seconds, zero or more")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.raw(name, default=False)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} = {value!r}; accepted: true or false")
+        return value
 
     def tables(self, name: str) -> list[object]:
         value = self.raw(name)
@@ -236,7 +260,7 @@ class _Table:
                 raise self.error(f"{name} is not known; {hint}")
 
     def _figure(self, name: str, value: object) -> Any:
-        if not isinstance(value, dict) or set(value) != {"value", "source"}:
+        if not isinstance(value, dict) or set(value) != {"value", "source"} or not isinstance(value["source"], str):
             raise self.error(f'{name} = {value!r}; accepted: {{ value = ..., source = "where the figure is from" }}')
-        self.sources[self.prefix + name] = str(value["source"])
+        self.sources[self.prefix + name] = value["source"]
         return value["value"]

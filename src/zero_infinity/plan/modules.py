@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,15 +25,42 @@ _ROOT = "Global"  # how the counter calls everything
 _HALF_BYTES = 2
 
 
+def _attention_flops(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    """Queries by keys, and weights by values; masked ones count, as in the papers."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _experts_flops(rows: _Shape, weights: _Shape, *_: Any, **__: Any) -> int:
+    """Each row goes through one expert's weight."""
+    return 2 * math.prod(rows) * weights[-1]
+
+
+_Shape = Sequence[int]
+# Operations that torch's counter does not know (2.13): attention as the CPU does it, and experts.
+_UNCOUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._grouped_mm: _experts_flops,
+}
+
+
 def describe(
-    model: nn.Module, inputs: Mapping[str, Any], *, batch: int, seq: int, name: str, dtype_bytes: int = _HALF_BYTES
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    batch: int,
+    seq: int,
+    name: str,
+    dtype_bytes: int = _HALF_BYTES,
+    blocks: Sequence[nn.Module] = (),
 ) -> Model:
     """Run `model(**inputs)`, neither with any memory, and note what each of its modules does, in order.
 
     `dtype_bytes`: what one saved element takes in this run; saved bytes are counted in units of it.
+    `blocks`: modules that can be computed again in backward, in their order.
     """
-    watch = _Watch(model)
-    counter = FlopCounterMode(display=False)
+    owners = _Owners(model)
+    watch = _Watch(model, blocks)
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
     with ExitStack() as stack:
         stack.callback(watch.remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.saved, lambda tensor: tensor))
@@ -41,52 +68,83 @@ def describe(
         model(**inputs)
     flops = _own_flops(counter, model)
     tokens = batch * seq
-    blocks = _blocks(model)
-    operators = [
-        Operator(
-            module,
-            watch.parameters[module],
-            flops.get(module, 0.0) / tokens,
-            watch.saved_bytes[module] / tokens / dtype_bytes,
-            blocks.get(module, OUTSIDE),
-            watch.units[module],
-            not isinstance(model.get_submodule(module), nn.Embedding),
-            _num_rows(model.get_submodule(module)),
-        )
-        for module in watch.order
-    ]
-    if not any(operator.num_parameters for operator in operators):
+    numbers = _block_numbers(model, blocks)
+    operators: list[Operator] = []
+    for module in _with_idle(watch.order, owners.units):
+        saved = watch.saved_bytes[module] / tokens / dtype_bytes
+        operators += owners.operators(module, flops.get(module, 0.0) / tokens, saved, numbers.get(module, OUTSIDE))
+    if not owners.units:
         raise ConfigError(f"{name}: the model has no parameters")
-    return Model(name, tuple(operators), _hidden(watch, tokens), seq)
+    return Model(name, tuple(operators), watch.hidden(tokens), seq)
 
 
-def outline(model: nn.Module, *, seq: int, name: str) -> Model:
+def outline(
+    model: nn.Module, *, seq: int, name: str, blocks: Sequence[nn.Module] = (), part_of_experts: float = 1.0
+) -> Model:
     """Without running it: modules in the order in which they are registered, two operations for each weight.
 
-    For models whose forward depends on values. Experts count as if every token went through all of them.
+    For models whose forward depends on values, or takes what nobody can guess. A weight of three dimensions is one of
+    experts, of which a token goes through `part_of_experts`.
     """
-    blocks = _blocks(model)
+    owners = _Owners(model)
+    if not owners.units:
+        raise ConfigError(f"{name}: the model has no parameters")
+    numbers = _block_numbers(model, blocks)
     operators: list[Operator] = []
-    owners: dict[int, str] = {}
     for module_name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not own:
             continue
         weights = [] if isinstance(module, nn.Embedding) else [p for p in own if p.dim() > 1]
-        operators.append(
-            Operator(
-                module_name,
-                sum(parameter.numel() for parameter in own),
-                2.0 * sum(weight.numel() for weight in weights),
-                float(sum(sum(weight.shape[-2:]) for weight in weights)),
-                blocks.get(module_name, OUTSIDE),
-                owners.setdefault(id(own[0]), module_name),
-                not isinstance(module, nn.Embedding),
-                _num_rows(module),
-            )
-        )
+        flops = sum(2.0 * p.numel() * (part_of_experts if p.dim() == 3 else 1.0) for p in weights)
+        saved = float(sum(sum(weight.shape[-2:]) for weight in weights))
+        operators += owners.operators(module_name, flops, saved, numbers.get(module_name, OUTSIDE))
     widths = Counter(p.shape[-1] for p in model.parameters() if p.dim() == 1)
     return Model(name, tuple(operators), widths.most_common(1)[0][0] if widths else 1, seq)
+
+
+class _Owners:
+    """Units as the engine makes them: a module's own parameters, each at the first module that has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._owner: dict[int, str] = {}
+        self.units: dict[str, int] = {}  # parameters by unit
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in self._owner:
+                    self._owner[id(parameter)] = name
+                    self.units[name] = self.units.get(name, 0) + parameter.numel()
+
+    def operators(self, name: str, flops: float, saved: float, block: int) -> list[Operator]:
+        """What a module does, with the unit of its largest parameter; then its other units: a tied head's own bias."""
+        module = self._model.get_submodule(name)
+        own = sorted(module.parameters(recurse=False), key=lambda parameter: -parameter.numel())
+        units = list(dict.fromkeys(self._owner[id(parameter)] for parameter in own))
+        in_backward = not isinstance(module, nn.Embedding)
+        if not units:
+            return [Operator(name, 0, flops, saved, block)]
+        first, *others = units
+        return [
+            Operator(name, self.units[first], flops, saved, block, first, in_backward, _num_rows(module)),
+            *(Operator(f"{name} ({other})", self.units[other], 0.0, 0.0, block, other) for other in others),
+        ]
+
+
+def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
+    """Modules that ran, each followed by those inside of it that never did and have parameters all the same.
+
+    Somebody else may use these parameters directly; if nobody does, they have states to keep anyway.
+    """
+    ran = set(order)
+    idle: defaultdict[str, list[str]] = defaultdict(list)
+    for name in units:
+        if name not in ran:
+            parent = name.rpartition(".")[0]
+            while parent not in ran:
+                parent = parent.rpartition(".")[0]
+            idle[parent].append(name)
+    return [name for module in order for name in (module, *idle[module])]
 
 
 class Stopwatch:
@@ -136,32 +194,30 @@ class Stopwatch:
 
 
 class _Watch:
-    """Which modules run, in their order, with their parameters and what is saved meanwhile."""
+    """Which modules run, in their order, what is saved meanwhile, and what blocks are given."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self.order: list[str] = []
-        self.parameters: dict[str, int] = {}
-        self.units: dict[str, str] = {}
         self.saved_bytes: Counter[str] = Counter()
-        self.widths: Counter[int] = Counter()  # elements that blocks hand on
+        self._widths: Counter[int] = Counter()  # elements that modules hand on
+        self._inputs: list[int] = []  # elements of each block's input
         self._stack: list[str] = [""]
+        self._entered: set[str] = set()
         self._storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        self._owners: dict[int, str] = {}
         self._seen: set[int] = set()
         self._handles = []
         for name, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._entering(name)))
             self._handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        for block in blocks:
+            self._handles.append(block.register_forward_pre_hook(self._given, with_kwargs=True))
 
     def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def enter(module: nn.Module, _: Any) -> None:
+        def enter(_: nn.Module, __: Any) -> None:
             self._stack.append(name)
-            if name in self.parameters:
-                return
-            own = list(module.parameters(recurse=False))
-            self.order.append(name)
-            self.parameters[name] = sum(parameter.numel() for parameter in own)
-            self.units[name] = self._owners.setdefault(id(own[0]), name) if own else name
+            if name not in self._entered:
+                self._entered.add(name)
+                self.order.append(name)
 
         return enter
 
@@ -169,9 +225,19 @@ class _Watch:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             self._stack.pop()
             if name and isinstance(output, torch.Tensor):
-                self.widths[output.numel()] += 1
+                self._widths[output.numel()] += 1
 
         return leave
+
+    def _given(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self._inputs += [tensor.numel() for tensor in tensors][:1]
+
+    def hidden(self, tokens: int) -> int:
+        """Elements a token that go from block to block, on average; without blocks what most modules hand on."""
+        if self._inputs:
+            return max(1, math.ceil(sum(self._inputs) / len(self._inputs) / tokens))
+        return max(1, math.ceil(self._widths.most_common(1)[0][0] / tokens)) if self._widths else 1
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd keeps this: count it, unless it is a parameter or was counted before."""
@@ -213,23 +279,7 @@ def _module_name(key: str, root: str) -> str:
     return key.removeprefix(root).lstrip(".")
 
 
-def _blocks(model: nn.Module) -> dict[str, int]:
-    """The block that each module belongs to: an entry of the longest list of modules."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return {}
-    list_name, longest = max(lists, key=lambda pair: len(pair[1]))
-    blocks: dict[str, int] = {}
-    for number, block in enumerate(longest):
-        prefix = f"{list_name}.{number}" if list_name else str(number)
-        for name, _ in block.named_modules():
-            blocks[f"{prefix}.{name}" if name else prefix] = number
-    return blocks
-
-
-def _hidden(watch: _Watch, tokens: int) -> int:
-    """Elements a token that go from module to module: what most modules hand on."""
-    if not watch.widths:
-        return 1
-    width, _ = watch.widths.most_common(1)[0]
-    return max(1, math.ceil(width / tokens))
+def _block_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    """The block that each module belongs to."""
+    inside = {module: number for number, block in enumerate(blocks) for module in block.modules()}
+    return {name: inside[module] for name, module in model.named_modules() if module in inside}

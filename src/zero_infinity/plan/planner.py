@@ -20,6 +20,7 @@ from zero_infinity.plan.simulator import simulate
 from zero_infinity.trace import Trace
 
 _MAX_NODES = 4096
+_MIN_SEQ = 64  # shorter ones are no suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Plan:
             settings["nvme"] = "/path/on/a/drive"
         if setup.job.states.parameter < setup.job.states.gradient:
             settings["param_dtype"] = "bfloat16"
-        if setup.job.interval == 1:
+        if setup.job.interval == 1 and setup.model.num_blocks:  # the engine refuses a model without blocks
             settings["checkpoint_activations"] = True
             computing = setup.hardware.device or setup.hardware.host
             if setup.homes.checkpoints is not computing:
@@ -109,25 +110,36 @@ def largest_model(hardware: Hardware, job: Job) -> int:
     return job.num_nodes * node_bytes // per_parameter
 
 
-def alternatives(model: Model, hardware: Hardware, job: Job, divide: Divide) -> list[str]:
-    """Changes to a job that cannot work after which it would, each tried."""
+def alternatives(model: Model, hardware: Hardware, job: Job, divide: Divide, *, shorten: bool = False) -> list[str]:
+    """Changes to a job that cannot work after which it would, each tried.
+
+    `shorten`: sequences, too; with a token's cost in the longer one, which is more than it would be.
+    """
     found: list[str] = []
     nodes = 2 * job.num_nodes
-    while nodes <= _MAX_NODES and not _works(model, hardware, replace(job, num_nodes=nodes), divide):
+    while nodes <= _MAX_NODES and not works(model, hardware, replace(job, num_nodes=nodes), divide):
         nodes *= 2
     if nodes <= _MAX_NODES:
         found.append(f"--nodes {nodes}")
     batch = math.ceil(job.batch) // 2
-    while batch >= 1 and not _works(model, hardware, replace(job, batch=batch), divide):
+    while batch >= 1 and not works(model, hardware, replace(job, batch=batch), divide):
         batch //= 2
     if batch >= 1:
         found.append(f"--batch {batch}")
-    if job.memory is not None and _works(model, hardware, replace(job, memory=None), divide):
+    seq = model.seq // 2 if shorten else 0
+    while seq >= _MIN_SEQ and not works(replace(model, seq=seq), hardware, job, divide):
+        seq //= 2
+    if seq >= _MIN_SEQ:
+        found.append(f"--seq {seq}")
+    if job.memory is not None and works(model, hardware, replace(job, memory=None), divide):
         found.append("no --memory: all that the machine has")
+    if job.device_memory is not None and works(model, hardware, replace(job, device_memory=None), divide):
+        found.append("no --device-memory: what activations and states leave")
     return found
 
 
-def _works(model: Model, hardware: Hardware, job: Job, divide: Divide) -> bool:
+def works(model: Model, hardware: Hardware, job: Job, divide: Divide) -> bool:
+    """Whether there is a plan at all."""
     try:
         prepare(model, hardware, job, divide)
     except CapacityError:

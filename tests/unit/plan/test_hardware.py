@@ -89,6 +89,11 @@ def test_gathers_go_at_the_slower_link() -> None:
         (('kind = "host"', 'kind = "storage"'), "exactly one of kind 'host'"),
         (("[[tiers]]", "[[tires]]"), "tiers is missing; is tires meant to be it?"),
         (("name = \"small\"", "name = "), "Invalid value"),
+        (("value = 1e10", "value = 0"), "update_rate = 0; accepted: a number above zero"),
+        (("value = 1e10", "value = nan"), "update_rate = nan; accepted: a number above zero"),
+        (('source = "made up"', "source = 3"), "devices_per_node = {'value': 2, 'source': 3}; accepted: { value"),
+        (('kind = "host"', 'kind = "host"\nbypasses_host = "no"'), "bypasses_host = 'no'; accepted: true or false"),
+        (('kind = "host"', 'kind = "host"\nlatency = { value = -1, source = "x" }'), "latency = -1; accepted: a number of seconds"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(change: tuple[str, str], message: str) -> None:
@@ -97,6 +102,17 @@ def test_mistakes_are_named(change: tuple[str, str], message: str) -> None:
         hardware.parse(SMALL.replace(*change, 1), "mine.toml")
     assert message in str(caught.value)
     assert str(caught.value).startswith("hardware mine.toml: ")
+
+
+def test_nothing_may_take_no_time() -> None:
+    latency = 'kind = "host"\nlatency = { value = 0, source = "made up" }'
+    assert hardware.parse(SMALL.replace('kind = "host"', latency), "small").host.latency == 0.0
+
+
+def test_tiers_have_names_of_their_own() -> None:
+    again = SMALL[SMALL.index("[[tiers]]") :].replace('"host"', '"storage"').replace('"RAM"', '"ram"')
+    with pytest.raises(ConfigError, match="two tiers have the name 'ram'"):
+        hardware.parse(SMALL + again, "mine.toml")
 
 
 def test_tiers_go_from_fast_to_slow() -> None:
@@ -115,3 +131,6 @@ def test_a_file_of_one_s_own(tmp_path: Path) -> None:
     assert hardware.load(str(tmp_path / "mine.toml")).name == "small"
     with pytest.raises(ConfigError, match="cannot be read"):
         hardware.load(str(tmp_path / "other.toml"))
+    (tmp_path / "bytes.toml").write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match="is no text"):
+        hardware.load(str(tmp_path / "bytes.toml"))
