@@ -353,3 +353,22 @@ def test_tiles_of_one_run_are_whole_in_the_next_and_other_tiles_in_the_one_after
 def _made(directory: Path) -> Path:
     directory.mkdir(parents=True)
     return directory
+
+
+def test_loading_after_training_reads_nothing_of_what_it_replaces(tmp_path: Path) -> None:
+    """The order of a step is known then, and nobody wants the blocks that would come next in it."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    config = zi.Config(memory="7MiB", nvme=tmp_path)
+    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
+    for _ in range(3):
+        model(torch.ones(1, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zi.save(tmp_path / "saved", model, optimizer)
+    zi.synchronize(model)
+    before = zi.stats(model)
+    zi.load(tmp_path / "saved", model, optimizer)
+    zi.synchronize(model)
+    after = zi.stats(model)
+    assert after.bytes_read == before.bytes_read
+    assert after.bytes_written - before.bytes_written == 8 * 512 * 512 * 12  # each block once

@@ -24,7 +24,7 @@ from zero_infinity.store.extents import round_up
 Job = Callable[[memoryview], None]
 
 # Enough for a drive's bandwidth with pieces of this size, of which some are being read or written and one checked.
-_NUM_THREADS = 8
+_NUM_THREADS = 12
 _MAX_ROOM = PIECE_BYTES + 2 * ALIGNMENT
 # With less memory than that: fewer threads, and smaller rooms.
 _FEW_THREADS = 4

@@ -26,7 +26,7 @@ from zero_infinity.store.speed import Workload
 from zero_infinity.units import format_bytes
 
 _MEMORY_SHARE = 4  # of the states, when they are on the drive
-_NUM_ROUNDS = 3
+_NUM_ROUNDS = 5
 _EXAMPLE = "example: zero-infinity bench checkpoint /mnt/nvme --size 4GiB"
 
 

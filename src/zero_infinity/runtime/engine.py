@@ -560,6 +560,7 @@ class TrainingEngine:
         self.settle()
         for unit in (*(whole.unit for whole in self._layout.tiled), *self.units):
             unit.the_source().updated(unit)
+        self.residency.end_cycle(same_order=False)  # what a step would use next need not be fetched
         self.gradients.torn = "loading a checkpoint failed half-way: some values are old ones and some new ones"
         yield
         self.gradients.torn = None
