@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
-NAMES = ("train", "peers", "capacity", "growth", "ablations")
+NAMES = ("train", "peers", "capacity", "growth", "ablations", "plan", "checkpoint", "update")
 _REGION = re.compile(r"(<!-- figures: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # Where somebody's drive is mounted is nobody's business.
-_PLACE = re.compile(r"(--nvme|--out|bench capacity) [^\s-]\S*")
+_PLACE = re.compile(r"(--nvme|--out|bench (?:capacity|plan|checkpoint|update)) [^\s-]\S*")
 _GIB = 2**30
 
 
@@ -294,6 +294,65 @@ def _ablations(result: dict[str, Any]) -> str:
     )
 
 
+def _plan(result: dict[str, Any]) -> str:
+    rows = []
+    for one in result["comparisons"]:
+        planned, measured = one["predicted"], one["measured"]
+        moved = f"{(measured['read'] + measured['written']) / 1e6:,.0f}"
+        rows.append(
+            [
+                one["name"],
+                f"{_size(one['memory'])}{' each' if one['num_ranks'] > 1 else ''}",
+                "exact" if one["bytes_are_exact"] else "NOT EXACT",
+                moved,
+                f"{one['held_error']:+.1%}",
+                f"{one['plain_seconds']:.2f}",
+                f"{planned['seconds']:.2f}",
+                f"{measured['seconds']:.2f}",
+                f"{one['time_error']:+.0%}",
+            ]
+        )
+    headings = ["configuration", "memory", "bytes", "MB to and from NVMe", "held", "plain, s", "planned, s",
+                "measured, s", "error"]  # fmt: skip
+    errors = [abs(one["time_error"]) for one in result["comparisons"]]
+    exact = sum(one["bytes_are_exact"] for one in result["comparisons"])
+    held = max(abs(one["held_error"]) for one in result["comparisons"])
+    off, block = result["median_time_error"], 1e3 * result["block_cpu_seconds"]
+    told = (
+        f"Bytes exact in {exact} of {len(errors)}, held bytes within {held:.1%}, time off by {off:.0%} (median), "
+        f"{max(errors):.0%} at most; the engine takes {block:.2f} ms of CPU a block."
+    )
+    return f"{_origin(result)}:\n\n{_table(headings, rows)}\n\n{told}"
+
+
+def _checkpoint(result: dict[str, Any]) -> str:
+    rows = []
+    for one in result["rows"]:
+        rates = (f"{one[what] / 1e9:.2f}" for what in ("checkpoint", "drive"))
+        rows.append([f"{one['home']}, {one['act']}", *rates, f"{one['ratio']:.2f}"])
+    table = _table(["states in", "GB/s", "drive alone, GB/s", "ratio"], rows)
+    told = f"{_size(result['num_bytes'])} of states, medians of {result['rounds']} rounds"
+    return f"{_origin(result)}; {told}:\n\n{table}"
+
+
+def _update(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(number),
+            f"{one['seconds']:.2f}",
+            f"{one['bytes_read'] / 1e9:.2f} / {one['bytes_written'] / 1e9:.2f}",
+            f"{one['rate'] / 1e9:.2f}",
+            f"{one['drive'] / 1e9:.2f}",
+            f"{one['ratio']:.2f}",
+            f"{one['cores']:.2f}",
+        ]
+        for number, one in enumerate(result["rounds"], 1)
+    ]
+    headings = ["round", "seconds", "GB read / written", "GB/s", "drive alone, GB/s", "ratio", "cores busy"]
+    told = f"{_size(result['num_bytes'])} of states; median ratio {result['ratio']:.2f}"
+    return f"{_origin(result)}; {told}:\n\n{_table(headings, rows)}"
+
+
 WRITERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "train": ("train", _train),
     "peers": ("peers", _peers),
@@ -302,6 +361,9 @@ WRITERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headline": ("capacity", _headline),
     "growth": ("growth", _growth),
     "ablations": ("ablations", _ablations),
+    "plan": ("plan", _plan),
+    "checkpoint": ("checkpoint", _checkpoint),
+    "update": ("update", _update),
 }
 
 

@@ -184,7 +184,9 @@ def test_a_hugging_face_config(config: dict[str, object], here: Path, capsys: py
         (["--hf", "missing.json"], "hf: missing.json cannot be read"),
         (["--hf", "short.txt"], "hf: short.txt is not JSON"),
         (["--hf", "clip.json"], "'clip' has no causal language model"),
-        (["--hf", "odd.json"], "transformers refuses it"),
+        (["--hf", "odd.json"], "transformers knows no model_type 'nothing'"),
+        (["--hf", "heads.json"], "LlamaForCausalLM does not work with these values: "),
+        (["--hf", "activation.json"], "GPT2LMHeadModel does not work with these values: "),
         (["--hf", "words.json"], "has a vocabulary of 100, but text is trained on as bytes"),
         (["--hf", "gpt2.json", "--seq", "65"], "--seq is 65, but gpt2.json has positions for 64"),
         (["--hf", "gpt2.json", "--layers", "2"], "leave out --layers"),
@@ -198,12 +200,15 @@ def test_mistakes_are_told_without_a_traceback(
     options: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt2 = {"model_type": "gpt2", "n_positions": 64, "n_layer": 1, "n_embd": 16, "n_head": 1}
+    llama = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     for name, content in {
         "short.txt": "short",
         "clip.json": json.dumps({"model_type": "clip"}),
         "odd.json": json.dumps({"model_type": "nothing"}),
         "words.json": json.dumps({**gpt2, "vocab_size": 100}),
         "gpt2.json": json.dumps(gpt2),
+        "activation.json": json.dumps({**gpt2, "activation_function": "nonsense"}),
+        "heads.json": json.dumps({**llama, "num_attention_heads": 4, "num_key_value_heads": 3}),
     }.items():
         (here / name).write_text(content)
     files = sorted(os.listdir(here))

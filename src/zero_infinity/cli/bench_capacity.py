@@ -27,7 +27,7 @@ from zero_infinity.cli.bench_peers import PEERS, Peer, build_extensions, extensi
 from zero_infinity.cli.bench_report import aligned
 from zero_infinity.cli.bench_train import STATE_BYTES, progress
 from zero_infinity.cli.control_group import control_group
-from zero_infinity.cli.provenance import provenance
+from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -142,9 +142,7 @@ def run(args: argparse.Namespace) -> int:
         print(content)
     else:
         _print(Console(), limit, found, reference)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "capacity.json").write_text(content + "\n", encoding="utf-8")
+    keep(content, "capacity", args.out)
     return 1 if differs or found[1].largest is None else 0
 
 

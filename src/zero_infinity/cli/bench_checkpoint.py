@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_infinity.cli.bench_beside_drive import bytes_of, drive_alone, num_layers_of, trained_layers
+from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.store.speed import Workload
 from zero_infinity.units import format_bytes
 
@@ -51,20 +52,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("directory", type=Path, metavar="DIR", help="where checkpoints go, and swap space")
     parser.add_argument("--size", default="2GiB", metavar="SIZE", help="of the states (default 2GiB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write checkpoint.json there")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     num_layers = num_layers_of(args.size)
+    origin = provenance(args.directory)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix=".zero-infinity-bench-", dir=args.directory) as directory:
         for home in ("RAM", "NVMe"):
             print(f"states in {home}: {_NUM_ROUNDS} rounds", file=sys.stderr, flush=True)
             rows += _measure(Path(directory), num_layers, home)
     num_bytes = bytes_of(num_layers)
+    measured = [{**asdict(row), "ratio": row.ratio} for row in rows]
+    content = json.dumps({**asdict(origin), "num_bytes": num_bytes, "rounds": _NUM_ROUNDS, "rows": measured}, indent=1)
+    keep(content, "checkpoint", args.out)
     if args.json:
-        measured = [{**asdict(row), "ratio": row.ratio} for row in rows]
-        print(json.dumps({"directory": str(args.directory), "num_bytes": num_bytes, "rows": measured}))
+        print(content)
         return 0
     table = Table("states", "", "GB/s", "drive alone, GB/s", "ratio", title=f"{format_bytes(num_bytes)} of states")
     for row in rows:

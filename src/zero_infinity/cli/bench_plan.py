@@ -23,6 +23,7 @@ from rich.table import Table
 from zero_infinity.cli.bench_hardware import measure_drive
 from zero_infinity.cli.bench_plan_run import Calibration, Configuration, Figures, run_rank
 from zero_infinity.cli.engine_cost import block_cpu_seconds
+from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.trace import RANKS
@@ -90,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("directory", metavar="DIR", type=Path, help="where the swap space goes")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name has this in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.json there")
     parser.set_defaults(run=run)
 
 
@@ -101,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory} is not a directory")
     directory: Path = args.directory.absolute()
+    origin = provenance(directory)
     drive = measure_drive([str(directory)], _DRIVE_BYTES)
     block = block_cpu_seconds(str(directory), drive.cpu_seconds_per_byte)
     results: list[Comparison] = []
@@ -113,10 +116,12 @@ def run(args: argparse.Namespace) -> int:
         results.append(result)
         times = f"{format_seconds(predicted.seconds)} planned, {format_seconds(measured.seconds)} measured"
         console.print(f"  {times}, {result.time_error:+.0%}; bytes {result.byte_verdict}", style="dim")
+    content = json.dumps({**asdict(origin), **_as_json(results, block)}, indent=1)
     if args.json:
-        print(json.dumps(_as_json(results, block), indent=2))
+        print(content)
     else:
         _print(Console(), results, block)
+    keep(content, "plan", args.out)
     return 0
 
 

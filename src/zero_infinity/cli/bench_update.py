@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_infinity.cli.bench_beside_drive import backward, bytes_of, drive_alone, num_layers_of, trained_layers
+from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.store.speed import Workload
 from zero_infinity.units import format_bytes
 
@@ -55,20 +56,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("directory", type=Path, metavar="DIR", help="where swap space goes")
     parser.add_argument("--size", default="2GiB", metavar="SIZE", help="of the states (default 2GiB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write update.json there")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     num_layers = num_layers_of(args.size)
+    origin = provenance(args.directory)
     print(f"{_NUM_ROUNDS} rounds", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix=".zero-infinity-bench-", dir=args.directory) as directory:
         rounds = _measure(Path(directory), num_layers)
     ratio = statistics.median(each.ratio for each in rounds)
+    measured = [{**asdict(each), "rate": each.rate, "ratio": each.ratio} for each in rounds]
+    num_bytes = bytes_of(num_layers)
+    content = json.dumps({**asdict(origin), "num_bytes": num_bytes, "rounds": measured, "ratio": ratio}, indent=1)
+    keep(content, "update", args.out)
     if args.json:
-        measured = [{**asdict(each), "ratio": each.ratio} for each in rounds]
-        print(json.dumps({"num_bytes": bytes_of(num_layers), "rounds": measured, "ratio": ratio}))
+        print(content)
         return 0
-    title = f"an update of {format_bytes(bytes_of(num_layers))} of states: {ratio:.2f} of the drive (median)"
+    title = f"an update of {format_bytes(num_bytes)} of states: {ratio:.2f} of the drive (median)"
     table = Table("round", "seconds", "read", "written", "GB/s", "drive alone, GB/s", "ratio", "cores", title=title)
     for number, each in enumerate(rounds, 1):
         moved = (format_bytes(each.bytes_read), format_bytes(each.bytes_written))

@@ -69,6 +69,18 @@ def from_config(path: Path, seq: int | None) -> Model:
     return modules.outline(model, seq=length, name=name, blocks=find_blocks(model), part_of_experts=part)
 
 
+def check(config: HuggingFaceConfig) -> None:
+    """Raise when a model that is to be trained cannot be built of its values, or cannot run: before memory is taken."""
+    with _quiet(), FakeTensorMode():
+        try:
+            tokens = torch.zeros(1, min(_SHORT_SEQ, config.max_seq or _SHORT_SEQ), dtype=torch.long)
+            hugging_face.loss_of(config.build(without_memory=True), tokens)
+        except _ASKS_FOR_VALUES:
+            pass  # with values it may
+        except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
+            raise _does_not_work(config, error) from None
+
+
 def _length(config: HuggingFaceConfig, seq: int | None) -> int:
     patches = hugging_face.num_patches(config)
     if patches is not None:

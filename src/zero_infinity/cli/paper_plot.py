@@ -64,27 +64,30 @@ def _draw_lines(axes: Axes, cells: list[Cell]) -> None:
 
 
 def _draw_bars(axes: Axes, cells: list[Cell]) -> None:
-    """Groups of bars where there are several series; the published number is the last of a group."""
+    """Groups of bars where there are several series; the published number is a ring at its bar."""
     series = _series(cells)
     grouped = len(series) < len(cells)
     groups = series if grouped else {"ours": cells}
-    width = 0.8 / (len(groups) + 1)
+    width = 0.8 / len(groups)
     for number, (name, members) in enumerate(groups.items()):
-        axes.bar([float(c.x or 0) + number * width for c in members], [c.ours or 0 for c in members], width, label=name)
-    last = list(groups.values())[-1]
-    published = [c for c in last if c.published is not None]
-    axes.bar(
-        [float(c.x or 0) + len(groups) * width for c in published],
-        [c.published or 0 for c in published],
-        width,
-        label="published",
-        color="0.75",
-        edgecolor="0.3",
-    )
+        shift = number * width
+        axes.bar([float(c.x or 0) + shift for c in members], [c.ours or 0 for c in members], width, label=name)
+        published = [c for c in members if c.published is not None]
+        axes.plot(
+            [float(c.x or 0) + shift for c in published],
+            [c.published or 0 for c in published],
+            linestyle="none",
+            marker="o",
+            markerfacecolor="white",
+            color="0.2",
+        )
+    axes.plot([], [], linestyle="none", marker="o", markerfacecolor="white", color="0.2", label="published")
+    names = {float(c.x or 0): c.keys[-1] if grouped else c.keys[0] for c in cells}
     axes.set_xticks(
-        [float(c.x or 0) + len(groups) * width / 2 for c in last],
-        [c.keys[-1] for c in last],
-        rotation=20 if max(len(c.keys[-1]) for c in last) > 8 else 0,
+        [x + 0.4 - width / 2 for x in names],
+        list(names.values()),
+        rotation=20 if max(map(len, names.values())) > 8 else 0,
+        ha="right" if len(names) > 7 else "center",
     )
 
 

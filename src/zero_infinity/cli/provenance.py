@@ -1,4 +1,4 @@
-"""Where a figure comes from: command, commit, machine and date. Every benchmark's JSON has them."""
+"""Where a figure comes from: command, commit, machine and date. Every benchmark's JSON has them, and is kept here."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def provenance(directory: str | os.PathLike[str]) -> Provenance:
         commit=_commit(),
         machine=_machine(os.fspath(directory)),
     )
+
+
+def keep(content: str, name: str, out: Path | None) -> None:
+    """Write a benchmark's JSON where `--out` says, if it does: dev/figures.py makes tables of these files."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(content + "\n", encoding="utf-8")
 
 
 def _machine(nvme: str) -> dict[str, object]:

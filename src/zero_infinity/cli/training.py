@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_infinity import api
+from zero_infinity.cli import described
 from zero_infinity.cli.checkpoints import Checkpoints, SaveOptions
 from zero_infinity.cli.interruption import Interruption
 from zero_infinity.cli.progress import Progress, Step
@@ -193,6 +194,7 @@ def _workload(job: Job) -> _Workload:
         shape = job.model
         return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
     config = hugging_face.read_config(job.model)
+    described.check(config)
     limit = config.max_seq
     seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
     if limit is not None and seq > limit:

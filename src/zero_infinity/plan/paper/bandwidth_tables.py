@@ -30,24 +30,28 @@ def required() -> Exhibit:
             required_bandwidth(parameter_intensity(1, _SEQ), 0.5) / _GB,
             "70",
             "50% at batch 1; the talk's own slide prints 60",
+            x=0,
         ),
         Cell(
             ("optimizer states", "not overlapped"),
             required_bandwidth(optimizer_intensity(2, _SEQ), 0.9) / _GB,
             "1500",
             "90% at batch 2; the slide's caption says 50% for all three, which holds for parameters only",
+            x=1,
         ),
         Cell(
             ("activations, hidden 2K", "overlapped"),
             required_bandwidth(checkpoint_intensity(2048), 0.5) / _GB,
             "2",
             "50%; printed as 1-4 GB/s for all widths, and over 50% at 2 GB/s in the paper's text",
+            x=2,
         ),
         Cell(
             ("activations, hidden 8K", "overlapped"),
             required_bandwidth(checkpoint_intensity(8192), 0.5) / _GB,
             "1",
             "50%; the paper: less than 1 GB/s above 8K",
+            x=3,
         ),
     )
     return Exhibit(
@@ -57,6 +61,7 @@ def required() -> Exhibit:
         ("data", "overlap"),
         "GB/s",
         cells,
+        plot=Plot(PlotKind.BARS, "data", "GB/s", log_y=True),
     )
 
 
@@ -117,20 +122,21 @@ def sufficient() -> Exhibit:
                 "optimizer states": devices * link / _GB,
                 "activations": link / _GB,
             }
-            for data, ours in has.items():
+            for number, (data, ours) in enumerate(has.items()):
                 enough = "enough" if ours >= needs[data] else "not enough"
                 text = printed[data, tier.name] if profile == "dgx2-slides" else None
                 note = f"needs {needs[data]:.3g} GB/s: {enough}"
-                cells.append(Cell((data, f"{profile}: {tier.name}"), ours, text, note))
+                cells.append(Cell((f"{profile}: {tier.name}", data), ours, text, note, x=number))
         owner = owner_bandwidth(hardware.host.one_device, hardware.cluster_link) / _GB
         text = "12" if profile == "dgx2-slides" else None
         note = f"needs {needs['parameters and gradients']:.3g} GB/s: not enough"
-        cells.append(Cell(("parameters, one owner each", f"{profile}: CPU"), owner, text, note))
+        cells.append(Cell((f"{profile}: CPU", "parameters, one owner each"), owner, text, note, x=len(needs)))
     return Exhibit(
         "bandwidth-sufficient",
         "64 DGX-2 nodes, 1,024 GPUs: bandwidth needed and had",
         _SOURCE,
-        ("data", "memory"),
+        ("memory", "data"),
         "GB/s",
         tuple(cells),
+        plot=Plot(PlotKind.BARS, "data", "GB/s", log_y=True),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zero_infinity.plan.paper.exhibit import Cell, Exhibit, Plot, PlotKind
 from zero_infinity.plan.residual import (
     PartitionedActivations,
@@ -166,7 +168,8 @@ def residual() -> Exhibit:
         f"{_SOURCE}, sections 3.2, 5, 6, 7, 8",
         ("quantity",),
         "as named",
-        tuple(cells),
+        tuple(replace(cell, x=float(number)) for number, cell in enumerate(cells)),
+        plot=Plot(PlotKind.BARS, "quantity", "GB, %, times the parameters", log_y=True),
     )
 
 
