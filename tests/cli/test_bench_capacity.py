@@ -70,14 +70,19 @@ def test_a_difference_to_the_run_without_a_limit_fails_the_command(
     def train(self: Trainee, limit: int | None, say: object) -> Trial:
         loss = 1.0 if limit is not None else reference
         fails = self.way.setting is not None and self.way.setting.memory is None and limit is not None
-        return Trial(self.race.layers, 10, (loss,), 1.0, 1.0, None, "killed" if fails else None)
+        assert self.race.num_steps == (3 if fails else 6)
+        return Trial(self.race.layers, 10, (loss,), 2.0, 1.0, None, "killed" if fails else None, 3 * 10**9)
 
     monkeypatch.setattr(Trainee, "train", train)
+    monkeypatch.setattr("zero_infinity.cli.bench_capacity.drive_alone", lambda *_: 2e9)
     assert main(["bench", "capacity", str(tmp_path), "--out", str(tmp_path / "out")]) == code
     found = json.loads((tmp_path / "out" / "capacity.json").read_text())
     assert found["capacities"][1]["largest"]["losses"] == [1.0]
     assert found["without_a_limit"]["losses"] == [reference]
-    assert text in capsys.readouterr().out
+    assert found["drive"] == 2e9
+    out = capsys.readouterr().out
+    assert text in out
+    assert "1.50 GB/s: 0.75 of what the drive does alone" in out
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,10 @@
 
 One family of models, of which only the number of layers differs. Each trial is a process in a control group with the
 limit; it builds the model and takes three steps, or fails: killed by the kernel, or with an error of its own. The
-largest is tried first, then halves. What this library trained within the limit is trained once more without one, by
-plain PyTorch where that fits in the machine, and the losses are compared bit for bit. With `--peers`, the scripts of
-`bench peers` are tried, too.
+largest is tried first, then halves. This library takes six steps, as the order of blocks and which updates come early
+are learnt in the first three, and what its fastest step moves is shown beside what the drive does alone. What it
+trained within the limit is trained once more without one, by plain PyTorch where that fits in the machine, and the
+losses are compared bit for bit. With `--peers`, the scripts of `bench peers` are tried, too.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from zero_infinity.cli import interruption
+from zero_infinity.cli.bench_beside_drive import drive_alone
 from zero_infinity.cli.bench_contender import WORKER, Contender, Race, Setting
 from zero_infinity.cli.bench_peers import PEERS, Peer, build_extensions, extensions_folder, make_contender
 from zero_infinity.cli.bench_report import aligned
@@ -30,10 +32,13 @@ from zero_infinity.cli.control_group import control_group
 from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
+from zero_infinity.store.speed import Workload
 from zero_infinity.units import format_bytes, format_count, format_seconds, parse_bytes
 from zero_infinity.workload.presets import Shape
 
 _NUM_STEPS = 3
+_STEADY_STEPS = 6
+_DRIVE_BYTES = 8 << 30
 _SEQ = 32
 _HEAD_WIDTH = 64
 _LR = 1e-4
@@ -56,6 +61,7 @@ class Way:
     name: str
     setting: Setting | None = None
     peer: Peer | None = None
+    num_steps: int = _NUM_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class Trial:
     start_seconds: float | None  # from the process's launch to its first step
     peak_bytes: int | None  # of its control group: memory of all kinds
     error: str | None
+    moved_bytes: int = 0  # in the fastest step, from and to the drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +120,24 @@ def run(args: argparse.Namespace) -> int:
             where = f"within {format_bytes(limit)}" if limit is not None else "without a limit"
             what = f"{way.name}, {layers} layers {where}"
             say(f"{what}: starting")
-            trainee = Trainee(_race(layers, args.hidden), way, nvme, built, args.timeout)
+            trainee = Trainee(_race(layers, args.hidden, way.num_steps), way, nvme, built, args.timeout)
             result = trainee.train(limit, lambda step: say(f"{what}: {step}"))
             say(f"{what}: {result.error or f'{format_seconds(result.seconds or 0.0)} a step'}")
             return result
 
         plain = Way("plain PyTorch", Setting("plain PyTorch"))
-        ours = Way("this library", Setting("this library", int(limit * _ENGINE_SHARE), nvme))
+        ours = Way("this library", Setting("this library", int(limit * _ENGINE_SHARE), nvme), num_steps=_STEADY_STEPS)
         ways = [plain, ours]
         if args.peers:
             say("DeepSpeed compiles its extensions")
             build_extensions(built)
             ways += [Way(PEERS[key].name, peer=PEERS[key]) for key in _PEERS]
         found = [largest(way, args.layers, limit, attempt) for way in ways]
-        reference = _reference(found[1], plain, attempt, nvme)
+        reference = _reference(found[1], replace(plain, num_steps=_STEADY_STEPS), attempt, nvme)
+        drive = None
+        if found[1].largest is not None and found[1].largest.moved_bytes:
+            say("the drive alone")
+            drive = drive_alone(Path(nvme), _DRIVE_BYTES, Workload.MIXED)
     differs = reference is not None and found[1].largest is not None and reference.losses != found[1].largest.losses
     content = json.dumps(
         {
@@ -135,13 +146,14 @@ def run(args: argparse.Namespace) -> int:
             "hidden": args.hidden,
             "capacities": [asdict(capacity) for capacity in found],
             "without_a_limit": asdict(reference) if reference is not None else None,
+            "drive": drive,  # bytes a second, half read and half written
         },
         indent=1,
     )
     if args.json:
         print(content)
     else:
-        _print(Console(), limit, found, reference)
+        _print(Console(), limit, found, reference, drive)
     keep(content, "capacity", args.out)
     return 1 if differs or found[1].largest is None else 0
 
@@ -164,7 +176,7 @@ def largest(way: Way, most: int, limit: int, attempt: Callable[[Way, int, int | 
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """One model in a process of its own, which takes three steps."""
+    """One model in a process of its own, which takes a few steps."""
 
     race: Race
     way: Way
@@ -176,11 +188,11 @@ class Trainee:
         with tempfile.TemporaryDirectory(dir=self.nvme) as space:
             if limit is None:
                 contender = self._contender(list, space)
-                _train(contender, say)
+                _train(contender, self.race.num_steps, say)
                 return self._trial(contender, None, contender.error)
             with control_group(limit) as group:
                 contender = self._contender(group.inside, space)
-                _train(contender, say)
+                _train(contender, self.race.num_steps, say)
                 error = contender.error
                 if error is not None and group.num_kills:
                     error = f"killed by the kernel: more than {format_bytes(limit)} of memory"
@@ -194,23 +206,25 @@ class Trainee:
 
     def _trial(self, contender: Contender, peak: int | None, error: str | None) -> Trial:
         race = self.race
-        seconds = min((sample.seconds for sample in contender.samples), default=None)
+        fastest = min(contender.samples, key=lambda sample: sample.seconds, default=None)
         losses = tuple(sample.loss for sample in contender.samples)
         if error is None and not all(map(math.isfinite, losses)):
             error = f"a loss is not finite: {losses}"
         count = Shape(race.layers, race.hidden, race.heads, race.seq).num_parameters
-        return Trial(race.layers, count, losses, seconds, contender.start_seconds, peak, error)
+        seconds = fastest.seconds if fastest is not None else None
+        moved = fastest.bytes_read + fastest.bytes_written if fastest is not None else 0
+        return Trial(race.layers, count, losses, seconds, contender.start_seconds, peak, error, moved)
 
 
-def _train(contender: Contender, say: Callable[[str], None]) -> None:
+def _train(contender: Contender, num_steps: int, say: Callable[[str], None]) -> None:
     try:
         contender.launch()
         contender.greet()
         contender.start()
-        for number in range(1, _NUM_STEPS + 1):
+        for number in range(1, num_steps + 1):
             contender.step(drain=True)
             if contender.alive:
-                say(f"step {number} of {_NUM_STEPS}, {format_seconds(contender.samples[-1].seconds)}")
+                say(f"step {number} of {num_steps}, {format_seconds(contender.samples[-1].seconds)}")
     finally:
         contender.kill()
 
@@ -224,12 +238,12 @@ def _reference(
     memory = host_memory().available
     needed = (STATE_BYTES + _GRADIENT_BYTES) * found.largest.num_parameters
     # A fifth more, for torch and activations; else the engine without a limit, which is plain PyTorch bit for bit.
-    engine = Way("this library", Setting("this library", memory // 2, nvme))
+    engine = Way("this library", Setting("this library", memory // 2, nvme), num_steps=plain.num_steps)
     return attempt(plain if 1.2 * needed < memory else engine, found.largest.layers, None)
 
 
-def _race(layers: int, hidden: int) -> Race:
-    return Race(layers, hidden, hidden // _HEAD_WIDTH, batch=1, seq=_SEQ, seed=0, lr=_LR, num_steps=_NUM_STEPS)
+def _race(layers: int, hidden: int, num_steps: int) -> Race:
+    return Race(layers, hidden, hidden // _HEAD_WIDTH, batch=1, seq=_SEQ, seed=0, lr=_LR, num_steps=num_steps)
 
 
 @contextmanager
@@ -238,9 +252,9 @@ def _swap_space(directory: Path) -> Iterator[str]:
         yield path
 
 
-def _print(console: Console, limit: int, found: list[Capacity], reference: Trial | None) -> None:
+def _print(console: Console, limit: int, found: list[Capacity], reference: Trial | None, drive: float | None) -> None:
     """A table on a terminal, aligned lines elsewhere."""
-    title = f"the largest model within {format_bytes(limit)}, 3 steps"
+    title = f"the largest model within {format_bytes(limit)}, {_NUM_STEPS} steps or more"
     headings = ["", "parameters", "states", "peak", "s/step", "start", "the next one"]
     rows = [_row(capacity) for capacity in found]
     if console.is_terminal:
@@ -257,6 +271,11 @@ def _print(console: Console, limit: int, found: list[Capacity], reference: Trial
         equal = "equal, bit for bit" if ours.losses == reference.losses else f"DIFFERENT: {reference.losses}"
         losses = ", ".join(f"{loss:.6f}" for loss in ours.losses)
         told = f"losses {losses}; of a run without a limit: {reference.error or equal}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    if ours is not None and ours.seconds and drive is not None:
+        rate = ours.moved_bytes / ours.seconds
+        told = f"{format_bytes(ours.moved_bytes)} to and from the drive in its fastest step, {rate / 1e9:.2f} GB/s: "
+        told += f"{rate / drive:.2f} of what the drive does alone"
         console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
