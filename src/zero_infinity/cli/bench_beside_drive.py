@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 WIDTH = 2048  # of a layer: 16 MiB of parameters
 SCRATCH_BYTES = 128 << 20
 _BYTES_PER_PARAMETER = 12  # with AdamW's two states
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where, how much, and what becomes of the result `name`."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="on the drive: swap space and checkpoints go there")
+    parser.add_argument("--size", default="2GiB", metavar="SIZE", help="of the states (default 2GiB)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"write {name}.json there")
 
 
 def num_layers_of(size: str) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.cli.bench_beside_drive import bytes_of, drive_alone, num_layers_of, trained_layers
+from zero_infinity.cli.bench_beside_drive import add_arguments, bytes_of, drive_alone, num_layers_of, trained_layers
 from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.store.speed import Workload
 from zero_infinity.units import format_bytes
@@ -49,10 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "checkpoint", help="saving and loading, beside what the drive can do", epilog=_EXAMPLE
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where checkpoints go, and swap space")
-    parser.add_argument("--size", default="2GiB", metavar="SIZE", help="of the states (default 2GiB)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write checkpoint.json there")
+    add_arguments(parser, "checkpoint")
     parser.set_defaults(run=run)
 
 
