@@ -110,3 +110,19 @@ def test_when_everything_fits_the_cache_holds_everything() -> None:
     found = place(units, 1024 * MIB, [], nvme=True)
     assert found.cache >= sum(unit.parameters + unit.record + unit.gradients for unit in units)
     assert isinstance(found, Placement)
+
+
+def test_small_gradients_have_room_beside_the_largest() -> None:
+    """Else each of them waits for the update of the unit before it."""
+    units = [adam(f"large {number}", 16 * MIB) for number in range(8)] + [adam(f"norm {n}", 8 << 10) for n in range(16)]
+    found = place(units, 128 * MIB, [], nvme=True)
+    assert found.homes == (Home.NVME,) * 8 + (Home.RAM,) * 16
+    assert found.set_aside == 16 * MIB + 16 * (8 << 10)
+
+
+@pytest.mark.parametrize("budget", [40 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB])
+def test_beside_what_is_needed_at_once_there_is_room_for_four_chunks(budget: int) -> None:
+    """A chunk grows with the cache, and does not make the least budget grow."""
+    found = place([adam(f"{number}", 12 * MIB) for number in range(64)], budget, [], nvme=True)
+    assert 12 * MIB + 4 * found.chunk_bytes <= found.cache
+    assert found.chunk_bytes <= max(256 << 10, found.cache / 12 + MIB)  # to a whole huge page

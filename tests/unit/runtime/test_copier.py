@@ -1,0 +1,38 @@
+"""The thread that makes copies of units."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import zero_infinity as zi
+from zero_infinity.api import engine_of
+
+
+class LateAccelerator(zi.EmulatedAccelerator):
+    """Whose copies take a while."""
+
+    num_uploads = 0
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        time.sleep(0.05)
+        self.num_uploads += 1
+        return super().upload(source, target)
+
+
+def test_synchronize_waits_for_copies_that_were_asked_for() -> None:
+    accelerator = LateAccelerator(1 << 20)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    config = zi.Config(memory="4MiB", nvme=None)
+    model, _ = zi.prepare(model, torch.optim.SGD(model.parameters()), config, accelerator=accelerator)
+    engine = engine_of(model)
+    cache = engine._cache
+    assert cache is not None
+    for group in cache._groups.values():
+        cache._access(group)
+    assert accelerator.num_uploads < 4  # on their way
+    zi.synchronize(model)
+    assert accelerator.num_uploads == 4
