@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.checkpoint import piece_io
+from zero_infinity.checkpoint import filling, piece_io
 from zero_infinity.checkpoint.piece_io import OpenFile
 from zero_infinity.checkpoint.writing import Writing
 from zero_infinity.runtime import placement
@@ -82,11 +82,13 @@ def test_a_flipped_byte_of_what_is_read_straight_into_its_place(tmp_path: Path) 
     made = nn.Linear(512, 512)  # whole pages, and enough of them
     model, optimizer = zi.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), zi.Config(memory="8MiB"))
     path = zi.save(tmp_path, model, optimizer) / "model-00001-of-00001.safetensors"
-    straight = []
+    straight, by_torch = [], []
     with pytest.MonkeyPatch.context() as patch:
-        real = OpenFile.read_into
+        real, elements = OpenFile.read_into, filling._elements
         patch.setattr(OpenFile, "read_into", lambda *args: straight.append(real(*args)) or straight[-1])
+        patch.setattr(filling, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest))
         zi.load(tmp_path, model, optimizer)
+        assert by_torch == [("model", "bias")]
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)

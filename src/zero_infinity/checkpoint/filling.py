@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.store.block import Block, Home
 
 Source = StoredTensor | torch.Tensor  # in a file, or in memory
-Copy = Callable[[torch.Tensor, memoryview], None]  # into the elements of a block, by way of a room
+Copy = Callable[[memoryview, memoryview], None]  # into the bytes of a block, by way of a room
 
 # Blocks that are being filled may take this part of the room for blocks (one of them always may).
 _OPEN_SHARE = 1 / 2
@@ -99,7 +98,8 @@ class Filling:
         for task in tasks:
             if not task.parts:
                 continue
-            copies = [copy for part in task.parts for copy in _copies(part, task.sources[part.key])]
+            dtype = task.content.dtype
+            copies = [copy for part in task.parts for copy in _copies(part, dtype, task.sources[part.key])]
             opened = self._begin(task, len(copies))
             for copy in copies:
                 yield partial(self._do, opened, copy)
@@ -124,8 +124,8 @@ class Filling:
 
     def _do(self, opened: _Open, copy: Copy, room: memoryview) -> None:
         block: Block = opened.content.block
-        with self._store.changing(block) as memory, torch.no_grad():
-            copy(memory.view(opened.content.dtype), room)
+        with self._store.changing_bytes(block) as memory:
+            copy(memory, room)
         with self._closed:
             opened.num_copies -= 1
             if not opened.num_copies:
@@ -145,22 +145,27 @@ def _task(content: BlockContent, sources: Mapping[Key, Source], *, replaces: boo
 # ---------------------------------------------------------------------- pieces
 
 
-def _copies(part: Part, source: Source) -> Iterator[Copy]:
+def _copies(part: Part, dtype: torch.dtype, source: Source) -> Iterator[Copy]:
+    """What fills a part of a block whose elements are of `dtype`."""
     if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
         for number in source.pieces(part.start, part.stop):
-            yield partial(_copy_piece, source, number, part)
+            yield partial(_copy_piece, source, number, part, dtype)
     else:
-        yield partial(_copy_whole, source, part)
+        yield partial(_copy_whole, source, part, dtype)
 
 
-def _copy_piece(source: StoredTensor, number: int, part: Part, flat: torch.Tensor, room: memoryview) -> None:
+def _copy_piece(
+    source: StoredTensor, number: int, part: Part, dtype: torch.dtype, block: memoryview, room: memoryview
+) -> None:
     """Copy what a piece has of a part."""
-    target = flat[part.at : part.at + part.stop - part.start]
     whole = source.elements(number)
-    if source.dtype == flat.dtype and part.start <= whole.start and whole.stop <= part.stop:
-        place: Any = target[whole.start - part.start : whole.stop - part.start].view(torch.uint8).numpy()
-        if source.read_into(number, memoryview(place)):
+    if source.dtype == dtype and part.start <= whole.start and whole.stop <= part.stop:
+        # Without a tensor: each operation of torch lets others have the GIL, for which twelve threads then queue.
+        before = part.at - part.start
+        place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
+        if source.read_into(number, place):
             return
+    target = _elements(part, dtype, block)
 
     def copy(elements: torch.Tensor, first: int) -> None:
         start, stop = max(first, part.start), min(first + len(elements), part.stop)
@@ -170,7 +175,13 @@ def _copy_piece(source: StoredTensor, number: int, part: Part, flat: torch.Tenso
     source.read_piece(number, room, copy)
 
 
-def _copy_whole(source: Source, part: Part, flat: torch.Tensor, room: memoryview) -> None:
+def _copy_whole(source: Source, part: Part, dtype: torch.dtype, block: memoryview, room: memoryview) -> None:
     whole = source.whole(room) if isinstance(source, StoredTensor) else source
     owner = part.owner.whole or part.owner
-    flat[part.at : part.at + part.stop - part.start].copy_(owner.flattened(whole)[part.start : part.stop])
+    with torch.no_grad():
+        _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
+
+
+def _elements(part: Part, dtype: torch.dtype, block: memoryview) -> torch.Tensor:
+    """A part's own."""
+    return torch.frombuffer(block, dtype=dtype)[part.at : part.at + part.stop - part.start]

@@ -230,7 +230,7 @@ class BlockStore:
         try:
             self._wait(block, lambda b: self._may_use(b, turn))
             with self._using(block) as memory:
-                yield memory
+                yield _tensor(memory)
         finally:
             with self._changed:
                 self._end(block, turn, dirty=True)
@@ -243,6 +243,12 @@ class BlockStore:
     @contextmanager
     def changing(self, block: Block) -> Iterator[torch.Tensor]:
         """A worker's view of a held block's bytes, to change in place: it must not outlive the context."""
+        with self.changing_bytes(block) as memory:
+            yield _tensor(memory)
+
+    @contextmanager
+    def changing_bytes(self, block: Block) -> Iterator[memoryview]:
+        """As `changing`, without torch."""
         self._wait(block, self._may_change)
         with self._using(block) as memory:
             yield memory
@@ -255,7 +261,7 @@ class BlockStore:
         try:
             self._wait(block, lambda b: self._may_use(b, self._next_turn(b, Use.READ)))
             with self._using(block) as memory:
-                yield memory
+                yield _tensor(memory)
         finally:
             with self._changed:
                 self._end(block, self._next_turn(block, Use.READ), dirty=False)
@@ -312,7 +318,7 @@ class BlockStore:
         try:
             self._wait(block, lambda b: self._may_use(b, turn))
             with self._using(block) as memory:
-                memory.copy_(data)
+                _tensor(memory).copy_(data)
                 written = True
         finally:
             with self._changed:
@@ -603,11 +609,11 @@ class BlockStore:
     # ------------------------------------------------------------------ waiting
 
     @contextmanager
-    def _using(self, block: Block) -> Iterator[torch.Tensor]:
+    def _using(self, block: Block) -> Iterator[memoryview]:
         thread = threading.get_ident()
         with self._changed:
             # No lease: the turn already keeps the buffer, and a worker's view must not count as a user's tensor.
-            memory = torch.frombuffer(self._present_buffer(block).view, dtype=torch.uint8)[: block.num_bytes]
+            memory = self._present_buffer(block).view[: block.num_bytes]
             self._busy[thread] += 1
         try:
             yield memory
@@ -672,6 +678,10 @@ class BlockStore:
             f"{format_bytes(self.pool.budget)} are free and nothing in flight will free more{held}\n"
             "  fix:   drop the tensors that refer to these blocks, or give more memory"
         )
+
+
+def _tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _uncount(counts: Counter[int], key: int) -> None:
