@@ -192,13 +192,20 @@ def load_pretrained(
     Pretrained(model, hosts[0], strict=strict).read(Path(path), progress)
 
 
-def export(directory: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+def export(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Write a prepared model's weights to a new folder, as `from_pretrained` of transformers reads them.
 
     Safetensors files, with the config of a Hugging Face model. `dtype`: of floating-point weights; else they are
-    written with all the bits that there are. On several ranks: all of them call it.
+    written with all the bits that there are. On several ranks: all of them call it. `progress` as in `zi.save`, for
+    what this rank puts aside; and once more, from 0, on the first rank, which makes the files out of it.
     """
-    Exporting(model, engine_of(model)).write(Path(directory), dtype)
+    Exporting(model, engine_of(model)).write(Path(directory), dtype, progress)
 
 
 def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:

@@ -133,7 +133,10 @@ def test_a_plain_module_and_a_single_file(tmp_path: Path) -> None:
     zi.load_pretrained(model, tmp_path / "weights.safetensors")
     assert_same("values", expected, {n: t.detach() for n, t in values(model).items()})
     model, _ = zi.prepare(model, adamw(model), chosen)
-    zi.export(tmp_path / "out", model)
+    told: list[tuple[int, int]] = []
+    zi.export(tmp_path / "out", model, progress=lambda *seen: told.append(seen))
+    num_bytes = sum(tensor.nbytes for tensor in expected.values())
+    assert told.count((num_bytes, num_bytes)) == 2  # put aside, and put in order
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
     assert_same("exported", expected, load_file(tmp_path / "out" / "model.safetensors"))
     with pytest.raises(zi.UsageError, match="is there already, and not empty"):

@@ -90,7 +90,7 @@ class Exporting:
         self._engine = engine
         self._council = Council("zi.export", engine.ranks, engine.step_wire)
 
-    def write(self, directory: Path, dtype: torch.dtype | None) -> None:
+    def write(self, directory: Path, dtype: torch.dtype | None, progress: Progress | None = None) -> None:
         council = self._council
         aside = None
         with council.agreed("making room"):
@@ -102,10 +102,10 @@ class Exporting:
         try:
             name = council.of_first("the folder", aside.name if aside is not None else "")
             saving = Saving(self._model, self._engine, with_optimizer=False)
-            saved = saving.write(directory.parent / name, {}, None)
+            saved = saving.write(directory.parent / name, {}, None, progress=progress)
             with council.agreed("writing"):
                 if council.rank == 0:
-                    export_checkpoint(saved, directory, dtype=dtype, model=self._model)
+                    export_checkpoint(saved, directory, dtype=dtype, model=self._model, progress=progress)
         finally:
             if aside is not None:
                 shutil.rmtree(aside)
