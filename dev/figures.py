@@ -122,14 +122,14 @@ def _train(result: dict[str, Any]) -> str:
     return f"{_origin(result)}; {_model(result['race'])}; {exact}:\n\n{_table(headings, rows)}"
 
 
-def _peer_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+def _peer_rows(contest: dict[str, Any]) -> list[dict[str, Any]]:
     """Plain PyTorch once, then everybody."""
-    return [one for number, heat in enumerate(result["heats"]) for one in (heat if number == 0 else heat[1:])]
+    return [one for number, heat in enumerate(contest["heats"]) for one in (heat if number == 0 else heat[1:])]
 
 
-def _peers(result: dict[str, Any]) -> str:
+def _contest(contest: dict[str, Any]) -> list[str]:
     rows = []
-    for one in _peer_rows(result):
+    for one in _peer_rows(contest):
         figures = one["figures"]
         if figures is None:
             rows.append([one["name"], f"failed: {one['error']}", *[""] * 6, str(one["changed_lines"]), ""])
@@ -149,48 +149,51 @@ def _peers(result: dict[str, Any]) -> str:
                 "equal" if difference == 0 else f"within {difference:.0e}",
             ]
         )
-    headings = ["", "s/step", "time against plain: median (p10-p90)", "best/best", "CPU s a step", "peak RSS",
-                "GB read / written", "start", "lines changed", "losses"]  # fmt: skip
-    lines = [f"{_origin(result)}; {_model(result['race'])}:", "", _table(headings, rows)]
-    failed = [one for one in _peer_rows(result) if one["figures"] and one["error"]]
-    lines += ["", *(f"{one['name']} failed after step {one['num_steps']}: {one['error']}." for one in failed)]
+    headings = [f"batch {contest['race']['batch']} x {contest['race']['seq']}", "s/step",
+                "time against plain: median (p10-p90)", "best/best", "CPU s a step", "peak RSS", "GB read / written",
+                "start", "lines changed", "losses"]  # fmt: skip
+    failed = [one for one in _peer_rows(contest) if one["figures"] and one["error"]]
+    told = [f"{one['name']} failed after step {one['num_steps']}: {one['error']}." for one in failed]
+    return [_table(headings, rows), *told]
+
+
+def _peers(result: dict[str, Any]) -> str:
+    race = result["contests"][0]["race"]
+    lines = [f"{_origin(result)}; {race['layers']} layers x {race['hidden']}:"]
+    lines += [text for contest in result["contests"] for text in _contest(contest)]
     building = result["building"]
     if building is not None:
         told = f"took {building['seconds']:.0f} s" if building["error"] is None else f"failed: {building['error']}"
-        lines += ["", f"Compiling DeepSpeed's extensions before its first start {told}; it is not in these starts."]
-    return "\n".join([*lines, "", "![time of a step and peak memory](results/peers.svg)"])
+        lines.append(f"Compiling DeepSpeed's extensions before its first start {told}; it is not in these starts.")
+    return "\n\n".join([*lines, "![time of a step and peak memory](results/peers.svg)"])
 
 
 _IN_README = ("plain", "fits", "1/8", "ds-cpu", "ds-nvme", "ds-params", "fsdp2", "mapped")
 
 
 def _peers_short(result: dict[str, Any]) -> str:
+    contests = result["contests"]
+    by_key = [{one["key"]: one for one in _peer_rows(contest)} for contest in contests]
     rows = []
-    by_key = {one["key"]: one for one in _peer_rows(result)}
     for key in _IN_README:
-        one = by_key.get(key)
-        if one is None:
+        found = [entries.get(key) for entries in by_key]
+        first = found[0]
+        if first is None:
             continue
-        figures = one["figures"]
-        if figures is None:
-            rows.append([one["name"], "failed", "", "", str(one["changed_lines"])])
-            continue
-        wall = figures["wall"]
-        rows.append(
-            [
-                one["name"],
-                f"{wall['median']:.2f} ({wall['best']:.2f})",
-                _size(figures["peak_rss"]),
-                f"{figures['start_seconds']:.1f} s",
-                str(one["changed_lines"]),
-            ]
-        )
-    headings = ["", "time of a step (best/best)", "peak RSS", "start", "lines changed"]
-    size = (
-        f"{result['num_parameters'] / 1e6:.0f}M parameters, {_model(result['race'])}"
-        if result["num_parameters"]
-        else ""
-    )
+        times = []
+        for one in found:
+            figures = one["figures"] if one is not None else None
+            median = f"{figures['wall']['median']:.2f} ({figures['wall']['best']:.2f})" if figures else "failed"
+            times += [median, _size(figures["peak_rss"]) if figures else ""]
+        start = f"{first['figures']['start_seconds']:.1f} s" if first["figures"] else ""
+        rows.append([first["name"], *times, start, str(first["changed_lines"])])
+    headings = [""]
+    for contest in contests:
+        race = contest["race"]
+        headings += [f"batch {race['batch']} x {race['seq']}: time of a step (best/best)", "peak RSS"]
+    headings += ["start", "lines changed"]
+    race, count = contests[0]["race"], contests[0]["num_parameters"]
+    size = f"{count / 1e6:.0f}M parameters, {race['layers']} layers x {race['hidden']}" if count else ""
     return f"{size}; {_origin(result)}:\n\n{_table(headings, rows)}"
 
 

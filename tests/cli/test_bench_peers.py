@@ -14,7 +14,7 @@ from zero_infinity.cli.bench_peers import PEERS
 from zero_infinity.cli.bench_peers_report import changed_lines
 from zero_infinity.cli.main import main
 
-TINY = "--layers=1 --hidden=64 --batch=1 --seq=16 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
+TINY = "--layers=1 --hidden=64 --batches=1x16 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def test_an_error_of_a_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     output = capsys.readouterr()
     assert "round 3/3" in output.err
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
-    (plain, ours), (_, missing) = found["heats"]
+    (contest,) = found["contests"]
+    (plain, ours), (_, missing) = contest["heats"]
     assert {"command", "commit", "date", "machine"} <= found.keys()
     for entry in (plain, ours):
         assert entry["error"] is None
@@ -54,7 +55,8 @@ def test_an_error_of_a_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.long
 def test_what_comes_with_torch_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "peers", *TINY, "--only", "mapped,fsdp2", "--nvme", str(tmp_path), "--json"]) == 0
-    ((plain, *others),) = json.loads(capsys.readouterr().out)["heats"]
+    (contest,) = json.loads(capsys.readouterr().out)["contests"]
+    ((plain, *others),) = contest["heats"]
     assert len(others) == 2
     for entry in others:
         assert entry["error"] is None
@@ -67,6 +69,28 @@ def test_changed_lines_are_those_of_the_scripts() -> None:
     assert all((folder / f"{peer.script}.py").exists() for peer in PEERS.values())
     assert changed_lines("plain") == 0
     assert changed_lines("ours") == 5
+
+
+def test_each_batch_size_is_a_contest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["bench", "peers", *TINY, "--batches=2x16,1x8", "--only=fits", *places]) == 0
+    found = json.loads((tmp_path / "out" / "peers.json").read_text())
+    races = [contest["race"] for contest in found["contests"]]
+    assert [(race["batch"], race["seq"]) for race in races] == [(2, 16), (1, 8)]
+    (two,), (one,) = (contest["heats"] for contest in found["contests"])
+    assert two[0]["losses"] == two[1]["losses"] != one[0]["losses"] == one[1]["losses"]
+    assert (tmp_path / "out" / "peers.svg").exists()
+    printed = capsys.readouterr().out
+    for batch in ("batch 2 x 16", "batch 1 x 8"):
+        assert batch in printed
+        assert f"| {batch} | " in figures._peers(found)
+        assert f"{batch}: time of a step" in figures._peers_short(found)
+
+
+@pytest.mark.parametrize("batches", ["4", "4x0", "4x256,", "x", "4x256;1x64"])
+def test_a_batch_that_is_none(batches: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", "--batches", batches]) == 2
+    assert f"--batches {batches}: sequences x bytes" in capsys.readouterr().err
 
 
 def test_an_unknown_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
 Owns who takes part, and in which heat. Every contender is a script of `cli/peers` in a process of its own; they take
 steps in turn and are stopped between their turns, as in `bench train`. All of them at once would not fit in memory, so
-there are heats, each with plain PyTorch in it: a ratio is to plain PyTorch's step in the same round. A contender that
+there are heats, each with plain PyTorch in it: a ratio is to plain PyTorch's step in the same round. Computation grows
+with the batch, and what it costs to keep states elsewhere does not: so there are several sizes of it. A contender that
 fails is a row with its error; the others go on.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from rich.console import Console
 
 from zero_infinity.cli import bench_peers_plot, interruption
 from zero_infinity.cli.bench_contender import Contender, Race, Setting
-from zero_infinity.cli.bench_peers_report import Building, Entry, PeersReport
+from zero_infinity.cli.bench_peers_report import Building, Contest, Entry, PeersReport
 from zero_infinity.cli.bench_train import (
     STATE_BYTES,
     SWAP_PREFIX,
@@ -101,15 +103,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_race(parser)
+    add_race(parser, batch=None, seq=None)
     add_turns(parser)
+    parser.add_argument("--batches", default="4x256,1x64", metavar="LIST", help="sequences and bytes in each "
+                        "(4x256,1x64)")  # fmt: skip
     parser.add_argument("--only", metavar="LIST", help=f"of {','.join(PEERS)} (all)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    race = race_of(args)
-    heats = _chosen(args.only)
+    heats, batches = _chosen(args.only), _batches(args.batches)
     with interruption.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
         origin = provenance(nvme)
         with progress() as say:
@@ -117,29 +120,38 @@ def run(args: argparse.Namespace) -> int:
             if any(peer.needs_building for heat in heats for peer in heat):
                 say("DeepSpeed compiles its extensions")
                 building = build_extensions(extensions)
-            results = []
-            for number, heat in enumerate(heats, 1):
-                say(f"heat {number} of {len(heats)}: {', '.join(peer.name for peer in heat)}")
-                with tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=nvme) as space:
-                    contenders = [
-                        make_contender(peer, race, Path(space, str(place)), extensions, args.timeout)
-                        for place, peer in enumerate((PLAIN, *heat))
-                    ]
-                    compete(contenders, race.num_steps, say, patience=args.patience)
-                results.append(
-                    [
-                        Entry(peer.key, peer.script, peer.is_ours, contender)
-                        for peer, contender in zip((PLAIN, *heat), contenders, strict=True)
-                    ]
-                )
-    report = PeersReport(origin, race, args.warmup, building, results)
+            contests = []
+            for args.batch, args.seq in batches:
+                contests.append(_hold(args, heats, nvme, extensions, say))
+    report = PeersReport(origin, building, contests)
     if args.json:
         print(report.to_json())
     else:
         report.print(Console())
     if args.out is not None:
         _write(report, args.out)
-    return 1 if report.our_faults() else 0
+    return 1 if any(contest.our_faults() for contest in contests) else 0
+
+
+def _hold(
+    args: argparse.Namespace, heats: list[list[Peer]], nvme: str, extensions: str, say: Callable[[str], None]
+) -> Contest:
+    """All heats with one batch size."""
+    race = race_of(args)
+    results = []
+    for number, heat in enumerate(heats, 1):
+        names = ", ".join(peer.name for peer in heat)
+        say(f"batch {race.batch} x {race.seq}, heat {number} of {len(heats)}: {names}")
+        entrants = (PLAIN, *heat)
+        with tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=nvme) as space:
+            contenders = [
+                make_contender(peer, race, Path(space, str(place)), extensions, args.timeout)
+                for place, peer in enumerate(entrants)
+            ]
+            compete(contenders, race.num_steps, say, patience=args.patience)
+        pairs = zip(entrants, contenders, strict=True)
+        results.append([Entry(peer.key, peer.script, peer.is_ours, contender) for peer, contender in pairs])
+    return Contest(race, args.warmup, results)
 
 
 def _chosen(only: str | None) -> list[list[Peer]]:
@@ -150,6 +162,15 @@ def _chosen(only: str | None) -> list[list[Peer]]:
         if key not in PEERS:
             raise ConfigError(f"--only {only}: {key!r} is not one of {', '.join(PEERS)}")
     return [chosen for heat in HEATS if (chosen := [peer for peer in heat if peer.key in keys])]
+
+
+def _batches(text: str) -> list[tuple[int, int]]:
+    """Sequences and bytes in each, of a list such as 4x256,1x64."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip()) for part in text.split(",")]
+    batches = [(int(match[1]), int(match[2])) for match in found if match]
+    if len(batches) < len(found):
+        raise ConfigError(f"--batches {text}: sequences x bytes in each, with commas between them, as 4x256,1x64")
+    return batches
 
 
 def make_contender(

@@ -57,13 +57,11 @@ class PeerFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class PeersReport:
-    """Everything about one run. In each heat the first is plain PyTorch."""
+class Contest:
+    """Everybody with one batch size. In each heat the first is plain PyTorch."""
 
-    origin: Provenance
     race: Race
     warmup: int
-    building: Building | None
     heats: Sequence[Sequence[Entry]]
 
     def figures(self, entry: Entry, plain: Entry) -> PeerFigures | None:
@@ -86,6 +84,14 @@ class PeersReport:
             loss_difference=max(abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs),
         )
 
+    def entries(self) -> list[tuple[Entry, PeerFigures | None]]:
+        """Plain PyTorch once, then everybody."""
+        return [
+            (entry, self.figures(entry, heat[0]))
+            for number, heat in enumerate(self.heats)
+            for entry in (heat if number == 0 else heat[1:])
+        ]
+
     def our_faults(self) -> list[str]:
         """What must not be: an error or another loss of plain PyTorch or this library."""
         found = []
@@ -100,18 +106,22 @@ class PeersReport:
                     found.append(f"{entry.contender.setting.name}: its losses are not plain PyTorch's")
         return found
 
+    def errors(self) -> list[str]:
+        return [
+            f"{entry.contender.setting.name}: failed after step {len(entry.contender.samples)}: {entry.contender.error}"
+            for heat in self.heats
+            for entry in heat
+            if entry.contender.error is not None
+        ]
+
     # ------------------------------------------------------------------ forms
 
-    def to_json(self) -> str:
-        content = {
-            **asdict(self.origin),
+    def to_json(self) -> dict[str, object]:
+        return {
             "race": asdict(self.race),
             "num_parameters": self._num_parameters(),
-            "warmup": self.warmup,
-            "building": asdict(self.building) if self.building else None,
             "heats": [[self._entry_json(entry, heat[0]) for entry in heat] for heat in self.heats],
         }
-        return json.dumps(content, indent=1)
 
     def _entry_json(self, entry: Entry, plain: Entry) -> dict[str, object]:
         figures = self.figures(entry, plain)
@@ -140,61 +150,66 @@ class PeersReport:
         starts = (entry.contender.start_info for heat in self.heats for entry in heat)
         return next((start.num_parameters for start in starts if start is not None), None)
 
-    def rows(self) -> list[list[str]]:
-        """Plain PyTorch once, then everybody."""
-        return [
-            self._row(entry, heat[0])
-            for number, heat in enumerate(self.heats)
-            for entry in (heat if number == 0 else heat[1:])
-        ]
-
-    def _row(self, entry: Entry, plain: Entry) -> list[str]:
-        figures = self.figures(entry, plain)
-        name, lines = entry.contender.setting.name, str(changed_lines(entry.script))
-        if figures is None:
-            return [name, *[_NONE] * 9, lines, _NONE]
-        wall = figures.wall
-        return [
-            name,
-            f"{figures.seconds:.2f}",
-            f"{wall.median:.2f}",
-            f"{wall.p10:.2f}-{wall.p90:.2f}",
-            f"{wall.best:.2f}",
-            f"{figures.cpu_seconds:.1f}",
-            format_bytes(figures.peak_rss),
-            f"{figures.read_bytes / 1e9:.2f}",
-            f"{figures.written_bytes / 1e9:.2f}",
-            format_seconds(figures.start_seconds),
-            lines,
-            "equal" if figures.loss_difference == 0 else f"within {figures.loss_difference:.0e}",
-        ]
-
-    def notes(self) -> list[str]:
-        """Errors, and what was compiled."""
-        lines = [
-            f"{entry.contender.setting.name}: failed after step {len(entry.contender.samples)}: {entry.contender.error}"
-            for heat in self.heats
-            for entry in heat
-            if entry.contender.error is not None
-        ]
-        if self.building is not None and self.building.error is None:
-            lines.append(f"before its first start, DeepSpeed compiled for {format_seconds(self.building.seconds)}")
-        elif self.building is not None:
-            lines.append(f"DeepSpeed's extensions were not built: {self.building.error}")
-        return lines
-
     def print(self, console: Console) -> None:
+        rows = [_row(entry, figures) for entry, figures in self.entries()]
         if console.is_terminal:
             table = Table(title=self.caption(), title_justify="left")
             for number, heading in enumerate(HEADINGS):
                 table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
-            for row in self.rows():
+            for row in rows:
                 table.add_row(*row)
             console.print(table)
         else:
-            print(f"{self.caption()}\n{aligned([list(HEADINGS), *self.rows()])}", flush=True)
-        for line in (*self.notes(), *(f"not as it must be: {fault}" for fault in self.our_faults())):
+            print(f"{self.caption()}\n{aligned([list(HEADINGS), *rows])}", flush=True)
+        for line in (*self.errors(), *(f"not as it must be: {fault}" for fault in self.our_faults())):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReport:
+    """Everything about one run."""
+
+    origin: Provenance
+    building: Building | None
+    contests: Sequence[Contest]
+
+    def to_json(self) -> str:
+        content = {
+            **asdict(self.origin),
+            "building": asdict(self.building) if self.building else None,
+            "contests": [contest.to_json() for contest in self.contests],
+        }
+        return json.dumps(content, indent=1)
+
+    def print(self, console: Console) -> None:
+        for contest in self.contests:
+            contest.print(console)
+        if self.building is not None:
+            took = f"took {format_seconds(self.building.seconds)}"
+            told = took if self.building.error is None else f"failed: {self.building.error}"
+            line = f"compiling DeepSpeed's extensions, before its first start, {told}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(entry: Entry, figures: PeerFigures | None) -> list[str]:
+    name, lines = entry.contender.setting.name, str(changed_lines(entry.script))
+    if figures is None:
+        return [name, *[_NONE] * 9, lines, _NONE]
+    wall = figures.wall
+    return [
+        name,
+        f"{figures.seconds:.2f}",
+        f"{wall.median:.2f}",
+        f"{wall.p10:.2f}-{wall.p90:.2f}",
+        f"{wall.best:.2f}",
+        f"{figures.cpu_seconds:.1f}",
+        format_bytes(figures.peak_rss),
+        f"{figures.read_bytes / 1e9:.2f}",
+        f"{figures.written_bytes / 1e9:.2f}",
+        format_seconds(figures.start_seconds),
+        lines,
+        "equal" if figures.loss_difference == 0 else f"within {figures.loss_difference:.0e}",
+    ]
 
 
 def changed_lines(script: str) -> int:
