@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from mounts import mounted
-from support.rank_faults import CULPRIT, FATAL_STEP, build, close, train
+from support.rank_faults import CULPRIT, FATAL_STEP, build, build_and_look_again, close, train
 from support.ranks import Outcome, try_ranks
 
 SECONDS = 40.0
@@ -111,3 +111,14 @@ def test_ranks_that_build_different_models(other_seed: bool, tmp_path: Path) -> 
             f"UsageError: rank 1 differs from rank 0 in the random state {when} zi.init"
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_is_needed_whole_and_too_large_for_that(tmp_path: Path) -> None:
+    settings = {"nvme": tmp_path}
+    for outcome in try_ranks(2, build_and_look_again, {**settings, "memory": "2MiB"}, seconds=SECONDS):
+        told = str(outcome.error)
+        assert told.startswith("CapacityError: 'Linear")
+        assert "takes 516.0 KiB, but there is room for 512.0 KiB of whole units" in told
+        assert "fix:   1.1 times as much memory" in told
+    for outcome in try_ranks(2, build_and_look_again, {**settings, "memory": "2.2MiB"}, seconds=SECONDS):
+        assert outcome.error is None

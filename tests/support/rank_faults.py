@@ -107,3 +107,12 @@ def build(rank: int, settings: dict[str, Any], other_seed: bool) -> str:
         if not other_seed and rank == CULPRIT:
             nn.Linear(3, 3)
     return "built"
+
+
+def build_and_look_again(rank: int, settings: dict[str, Any]) -> str:
+    """A layer that is changed when two others were made after it, and it is in parts."""
+    torch.manual_seed(0)
+    with zi.init(zi.Config(**settings)), torch.no_grad():
+        first, _, _ = nn.Linear(256, 512), nn.Linear(4, 4), nn.Linear(4, 4)
+        first.weight.mul_(2)
+    return "built"

@@ -11,6 +11,7 @@ Therefore nothing but the order of accesses decides there, not whether a tensor 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -500,6 +501,14 @@ def check_room(together: Iterable[Sequence[Unit]], budget: int) -> None:
 
 
 def _no_room(name: str, error: NoRoomError) -> CapacityError:
+    if error.needed > error.budget:
+        # The room is a part of the memory: so much more of one is so much more of the other.
+        return CapacityError(
+            f"{name!r} is needed whole and takes {format_bytes(error.needed)}, but there is room for "
+            f"{format_bytes(error.budget)} of whole units\n"
+            f"  fix:   {math.ceil(10 * error.needed / error.budget) / 10:g} times as much memory (device_memory, when "
+            "computing on an accelerator)"
+        )
     return CapacityError(
         f"{name!r} needs {format_bytes(error.needed)} where it is computed, but the {format_bytes(error.budget)} "
         f"there are in use by {len(error.in_use)} other units\n"
