@@ -168,7 +168,7 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n\n".join([*lines, "![time of a step and peak memory](results/peers.svg)"])
 
 
-_IN_README = ("plain", "fits", "1/8", "ds-cpu", "ds-nvme", "ds-params", "fsdp2", "mapped")
+_IN_README = ("plain", "fits", "1/8", "ds-cpu", "ds-nvme", "ds-params", "ds-pipe", "fsdp2", "mapped")
 
 
 def _peers_short(result: dict[str, Any]) -> str:

@@ -53,11 +53,13 @@ def main() -> None:
     parser.add_argument("--read", type=float, default=1.12, help="GB a step")
     parser.add_argument("--written", type=float, default=0.91, help="GB a step")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+    parser.add_argument("--seq", type=int, default=256, help="bytes in each")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = ByteGPT(Shape(layers=6, hidden=1024, heads=16, seq=256))
+    model = ByteGPT(Shape(layers=6, hidden=1024, heads=16, seq=args.seq))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(0, 256, (4, 257))
+    tokens = torch.randint(0, 256, (args.batch, args.seq + 1))
 
     def step() -> float:
         start = time.perf_counter()

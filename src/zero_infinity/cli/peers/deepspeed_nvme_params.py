@@ -19,7 +19,13 @@ config = {
         "reduce_bucket_size": 4_200_000,
         "stage3_prefetch_bucket_size": 4_200_000,
         "stage3_max_live_parameters": 12_000_000,
-        "offload_param": {"device": "nvme", "nvme_path": turns.directory, "buffer_count": 16, "buffer_size": 4_200_000},
+        "offload_param": {
+            "device": "nvme",
+            "nvme_path": turns.directory,
+            "buffer_count": 32,
+            "buffer_size": 4_200_000,
+            "max_in_cpu": 0,
+        },
         "offload_optimizer": {"device": "nvme", "nvme_path": turns.directory},
     },
 }
