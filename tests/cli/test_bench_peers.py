@@ -31,7 +31,7 @@ def test_an_error_of_a_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "round 3/3" in output.err
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     (contest,) = found["contests"]
-    (plain, ours), (_, missing) = contest["heats"]
+    (_, missing), (plain, ours) = contest["heats"]
     assert {"command", "commit", "date", "machine"} <= found.keys()
     for entry in (plain, ours):
         assert entry["error"] is None
