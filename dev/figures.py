@@ -48,14 +48,18 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def take(source: Path, folder: Path) -> list[str]:
-    """Copy results and pictures; returns the names of what was there."""
+    """Copy results and pictures that are newer than those that are kept; returns the names of what was copied."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = []
+    kept = load(folder)
     for name in NAMES:
         file = source / f"{name}.json"
         if not file.exists():
             continue
         content = json.loads(file.read_text(encoding="utf-8"))
+        if name in kept and content["date"] < kept[name]["date"]:
+            print(f"not taken: {file} is of {content['date']}, what is kept of {kept[name]['date']}", file=sys.stderr)
+            continue
         content["command"] = _PLACE.sub(r"\1 DIR", content.get("command", ""))
         (folder / file.name).write_text(json.dumps(_small(content), indent=1) + "\n", encoding="utf-8")
         picture = source / f"{name}.svg"
@@ -97,10 +101,11 @@ def _model(race: dict[str, Any]) -> str:
 
 def _train(result: dict[str, Any]) -> str:
     rows = []
+    plain = next((one["figures"]["seconds"] for one in result["contenders"] if one["figures"]), None)
     for one in result["contenders"]:
         figures, finish = one["figures"], one["finish"]
         if figures is None:
-            rows.append([one["name"], "", f"failed: {one['error']}", *[""] * 6])
+            rows.append([one["name"], "", f"failed: {one['error']}", *[""] * 7])
             continue
         wall, cpu = figures["wall"], figures["cpu"]
         rows.append(
@@ -109,6 +114,7 @@ def _train(result: dict[str, Any]) -> str:
                 _size(one["memory"]) if one["memory"] else "",
                 f"{figures['seconds']:.2f}",
                 f"{wall['median']:.3f} ({wall['p10']:.2f}-{wall['p90']:.2f})" if wall else "",
+                f"{figures['seconds'] / plain:.3f}" if plain else "",
                 f"{wall['best']:.3f}" if wall else "",
                 f"{cpu['median']:.3f}" if cpu else "",
                 f"{figures['wait_fraction']:.1%}",
@@ -116,10 +122,11 @@ def _train(result: dict[str, Any]) -> str:
                 _size(finish["peak_rss"]) if finish else "",
             ]
         )
-    headings = ["", "budget", "s/step", "time against plain: median (p10-p90)", "best/best", "CPU", "exposed wait",
-                "GB read / written", "peak RSS"]  # fmt: skip
+    headings = ["", "budget", "s/step", "time against plain: median (p10-p90)", "of medians", "best/best", "CPU",
+                "exposed wait", "GB read / written", "peak RSS"]  # fmt: skip
     exact = "; ".join(result["differences"]) or "losses of all steps and final weights equal, bit for bit"
-    return f"{_origin(result)}; {_model(result['race'])}; {exact}:\n\n{_table(headings, rows)}"
+    picture = "![time against plain PyTorch, by budget](results/train.svg)"
+    return f"{_origin(result)}; {_model(result['race'])}; {exact}:\n\n{_table(headings, rows)}\n\n{picture}"
 
 
 def _peer_rows(contest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -235,21 +242,20 @@ def _capacity(result: dict[str, Any]) -> str:
 
 def _headline(result: dict[str, Any]) -> str:
     """One sentence for the README."""
-    ours, plain = (result["capacities"][number]["largest"] for number in (1, 0))
+    ours = result["capacities"][1]["largest"]
     if ours is None:
         return "No model was trained within the limit."
     count, limit = ours["num_parameters"], _size(result["limit"])
     reference = result["without_a_limit"]
     equal = reference is not None and reference["losses"] == ours["losses"]
     told = "the same losses, bit for bit, as without the limit" if equal else "LOSSES THAT DIFFER from those without"
-    beside = (
-        f"plain PyTorch's largest there has {plain['num_parameters'] / 1e6:,.0f}M"
-        if plain
-        else "plain PyTorch trains none"
-    )
+    others = [one for number, one in enumerate(result["capacities"]) if number != 1]
+    sizes = [f"{one['largest']['num_parameters'] / 1e6:,.0f}M" if one["largest"] else "none" for one in others]
+    beside = "; ".join(f"{one['name']}: {size}" for one, size in zip(others, sizes, strict=True))
     return (
         f"Within a real limit of {limit} (a control group), a model of {count / 1e9:.2f}B parameters trains "
-        f"({12 * count / 1e9:.1f} GB of states; {ours['seconds']:.1f} s a step), with {told}; {beside}.\n"
+        f"({12 * count / 1e9:.1f} GB of states; {ours['seconds']:.1f} s in its fastest step), with {told}. "
+        f"The largest there of others: {beside}.\n"
         f"{_origin(result)}."
     )
 

@@ -78,6 +78,7 @@ def test_results_are_kept_small(tmp_path: Path) -> None:
         json.dumps(
             {
                 "command": "bench growth --nvme /home/me/x --axes depth",
+                "date": "2026-11-16T20:00+00:00",
                 "samples": [1] * 1000,
                 "axes": [0.12345678901234567],
             }
@@ -86,8 +87,20 @@ def test_results_are_kept_small(tmp_path: Path) -> None:
     assert figures.take(tmp_path, tmp_path / "kept") == ["growth"]
     assert json.loads((tmp_path / "kept" / "growth.json").read_text()) == {
         "command": "bench growth --nvme DIR --axes depth",
+        "date": "2026-11-16T20:00+00:00",
         "axes": [0.123456789],
     }
+
+
+def test_older_results_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, old = ({"command": "bench growth", "date": f"2026-11-1{day}T20:00+00:00"} for day in (6, 5))
+    (tmp_path / "growth.json").write_text(json.dumps(new))
+    assert figures.take(tmp_path, tmp_path / "kept") == ["growth"]
+    assert figures.take(tmp_path, tmp_path / "kept") == ["growth"]
+    (tmp_path / "growth.json").write_text(json.dumps(old))
+    assert figures.take(tmp_path, tmp_path / "kept") == []
+    assert "growth.json is of 2026-11-15" in capsys.readouterr().err
+    assert json.loads((tmp_path / "kept" / "growth.json").read_text()) == new
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda file: file.name)

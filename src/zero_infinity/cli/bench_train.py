@@ -39,7 +39,7 @@ _QUIET_SECONDS = 0.5  # clock ticks of 10 ms have to add up
 EPILOG = """\
 examples:
   zero-infinity bench train --nvme /mnt/nvme
-  zero-infinity bench train --budgets plain,fits,2,1/2,1/8 --steps 20 --out bench-out
+  zero-infinity bench train --budgets plain,fits,2,1/8 --steps 20 --out bench-out
   zero-infinity bench train --layers 2 --hidden 128 --steps 5 --json
 
 A budget is "fits" (no NVMe, everything stays in RAM), a part of the states such as 1/8 (they live on NVMe, and this
@@ -56,7 +56,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_race(parser)
     add_turns(parser)
-    parser.add_argument("--budgets", default="fits,1/2,1/8", metavar="LIST", help="see below (fits,1/2,1/8)")
+    parser.add_argument(
+        "--budgets", default="plain,fits,1/2,1/8", metavar="LIST", help="see below (plain,fits,1/2,1/8)"
+    )
     parser.add_argument("--drain", action="store_true", help="a step's time includes all of its updates, so none of "
                         "them overlaps the next forward: an upper bound")  # fmt: skip
     parser.set_defaults(run=run)
