@@ -175,6 +175,34 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n\n".join([*lines, "![time of a step and peak memory](results/peers.svg)"])
 
 
+_PAIRS = (("fits", "ds-cpu"), ("1/8", "ds-cpu"), ("1/8", "ds-nvme"), ("1/8", "ds-params"), ("1/8", "ds-pipe"))
+
+
+def _quotients(result: dict[str, Any]) -> str:
+    """This library beside DeepSpeed."""
+    rows = []
+    for ours, theirs in _PAIRS:
+        row: list[str] = []
+        for contest in result["contests"]:
+            by_key = {one["key"]: one for one in _peer_rows(contest)}
+            pair = [by_key.get(key) for key in (ours, theirs)]
+            if None in pair:
+                break
+            mine, other = (one["figures"] for one in pair if one is not None)
+            row = row or [one["name"] for one in pair if one is not None]
+            if mine is None or other is None:
+                row += ["failed", ""]
+                continue
+            median, best = (other["wall"][name] / mine["wall"][name] for name in ("median", "best"))
+            row += [f"{median:.2f} ({best:.2f})", f"{mine['peak_rss'] / other['peak_rss']:.2f}"]
+        if row:
+            rows.append(row)
+    headings = ["", "against"]
+    for contest in result["contests"]:
+        headings += [f"batch {contest['race']['batch']} x {contest['race']['seq']}: times as fast", "its memory"]
+    return _table(headings, rows)
+
+
 _IN_README = ("plain", "fits", "1/8", "ds-cpu", "ds-nvme", "ds-params", "ds-pipe", "fsdp2", "mapped")
 
 
@@ -377,6 +405,7 @@ WRITERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "train": ("train", _train),
     "peers": ("peers", _peers),
     "peers-short": ("peers", _peers_short),
+    "peers-quotients": ("peers", _quotients),
     "capacity": ("capacity", _capacity),
     "headline": ("capacity", _headline),
     "growth": ("growth", _growth),

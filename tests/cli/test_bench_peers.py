@@ -46,6 +46,7 @@ def test_an_error_of_a_peer_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "No module named 'deepspeed'" in missing["error"]
     assert "DeepSpeed, all in RAM: failed" in output.out
     assert os.listdir(tmp_path) == ["out"]
+    assert "times as fast" in figures._quotients(found)  # and no row, as a pair is not there
     for table in (figures._peers(found), figures._peers_short(found)):
         assert "| plain PyTorch | " in table
         assert "failed" in table
