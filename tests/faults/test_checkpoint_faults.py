@@ -97,6 +97,28 @@ def test_a_flipped_byte_of_what_is_read_straight_into_its_place(tmp_path: Path) 
     assert straight.count(True) == 2
 
 
+def test_what_is_read_straight_lands_in_its_own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nn.Linear(512, 512, bias=False)  # two states of whole pages side by side in one block
+    pair = zi.prepare(made, torch.optim.AdamW(made.parameters(), lr=0.1), zi.Config(memory="16MiB"))
+
+    def step(seed: int) -> None:
+        torch.manual_seed(seed)
+        pair[0](torch.randn(4, 512)).square().sum().backward()
+        pair[1].step()
+        pair[1].zero_grad()
+
+    step(0)
+    zi.save(tmp_path, *pair)
+    expected = states(pair)
+    step(1)
+    straight = []
+    real = OpenFile.read_into
+    monkeypatch.setattr(OpenFile, "read_into", lambda *args: straight.append(real(*args)) or straight[-1])
+    zi.load(tmp_path, *pair)
+    assert straight.count(True) == 3  # the weight and both of its states
+    assert_same("states", expected, states(pair))
+
+
 def test_files_that_are_cut_or_missing_are_named(saved: tuple[Pair, Path, Any]) -> None:
     pair, folder, expected = saved
     for path in sorted(folder.iterdir()):
