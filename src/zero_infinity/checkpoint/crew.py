@@ -10,14 +10,12 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.interrupts import through
+from zero_infinity.runtime.one_core import use_one_core
 from zero_infinity.store.engine import ALIGNMENT
 from zero_infinity.store.extents import round_up
 
@@ -45,10 +43,9 @@ class Crew:
         self._rooms = [memoryview(memory)[at : at + room] for at in range(0, len(memory), round_up(room))]
         self.room_bytes = room - 2 * ALIGNMENT  # for a piece: what it is read from may not begin at a page
         # Who computes with torch beside others does so on one core.
-        set_up = partial(torch.set_num_threads, 1) if with_torch else None
+        set_up = use_one_core if with_torch else None
         self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", set_up)
         self._lock = threading.Lock()
-        self._num_torch_threads = torch.get_num_threads() if with_torch else None
         self._failed = False
 
     def __enter__(self) -> Self:
@@ -57,9 +54,6 @@ class Crew:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._failed = True  # of jobs that an interrupt has left
         self._executor.shutdown()
-        # What a thread has set for itself is what threads to come would start with.
-        if self._num_torch_threads is not None:
-            torch.set_num_threads(self._num_torch_threads)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Do all jobs, in any order; the first error is raised when no thread is in a job any more."""

@@ -343,7 +343,11 @@ def _divide(
                 "a rank has\n  fix:   more memory, more nodes, or a slower tier"
             ) from None
         resident = int(scale * one.resident)
+        # The drive rests while kept blocks are used, and afterwards has as much to fetch as is fetched ahead: to
+        # be the same part of a step, both are a slice's share, but no less than what one unit needs.
+        needed = max(unit.parameters + unit.record for unit in moving)
+        lookahead = min(one.lookahead, max(int(division.lookahead / scale), needed))
         division = replace(
-            division, resident_units=one.resident_units, resident=resident, cache=one.cache, lookahead=one.lookahead
+            division, resident_units=one.resident_units, resident=resident, cache=one.cache, lookahead=lookahead
         )
     return replace(division, resident=division.resident + living)

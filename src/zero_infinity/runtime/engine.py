@@ -174,6 +174,7 @@ class TrainingEngine:
             self.host.park(unit)
         for unit in replaced:
             self.host.drop(unit)
+        self.store.heap.begin_anew()
         if self.ranks is not None:
             self.host.closers.append(self.ranks.leave)
 
@@ -374,7 +375,7 @@ class TrainingEngine:
             factors += (unscale,)
             norms = {parameter: norm * unscale for parameter, norm in norms.items()}
         if self.config.max_grad_norm is not None:
-            found = [norms[key] for p in self._model_parameters for key in _parts_of(p) if key in norms]
+            found = [(p, norms[key]) for p in self._model_parameters for key in _parts_of(p) if key in norms]
             self.grad_norm, clip = _clip_factors(found, self.config.max_grad_norm)
             factors += clip
         self.gradients.step(factors)
@@ -396,7 +397,8 @@ class TrainingEngine:
             )
         clipped = list(parameters)
         found = [(p, torch.linalg.vector_norm(gradient)) for p, _, gradient in self._gradients_of(clipped)]
-        norm, factors = _clip_factors(whole_norms([n for _, n in found], [p for p, _ in found]), max_norm)
+        of = [p for p, _ in found]
+        norm, factors = _clip_factors(list(zip(of, whole_norms([n for _, n in found], of), strict=True)), max_norm)
         for _, managed, gradient in self._gradients_of(clipped):
             for factor in factors:
                 gradient.mul_(factor)
@@ -618,11 +620,17 @@ class TrainingEngine:
         )
 
 
-def _clip_factors(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The norm of all, and what `torch.nn.utils.clip_grad_norm_` would multiply gradients by."""
+def _clip_factors(
+    norms: Sequence[tuple[torch.Tensor, torch.Tensor]], max_norm: float
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The norm of all, and what `torch.nn.utils.clip_grad_norm_` would multiply gradients by; given with parameters."""
     if not norms:
         return torch.tensor(0.0), ()
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    # torch adds them up by dtype, in an order of its own, which decides about the last bit.
+    kinds: list[torch.Tensor | None] = [torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in norms]
+    groups = torch._C._group_tensors_by_device_and_dtype([kinds], True)
+    ordered = [norms[number][1] for _, numbers in groups.values() for number in numbers]
+    norm = torch.linalg.vector_norm(torch.stack(ordered))
     return norm, (torch.clamp(max_norm / (norm + 1e-6), max=1.0),)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
+from zero_infinity.runtime.one_core import use_one_core
 from zero_infinity.runtime.unit import Unit
 from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.block import Turn
@@ -54,7 +55,7 @@ class ParameterExchange:
         self._wire.end(self._thread, lambda: self._store.fail(EngineClosedError("the engine is closed")))
 
     def _work(self) -> None:
-        torch.set_num_threads(1)
+        use_one_core()
         while (task := self._units.get()) is not None:
             if self._error is None:
                 try:

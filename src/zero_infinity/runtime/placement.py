@@ -33,9 +33,13 @@ _MIN_CHUNK_BYTES = 256 * 1024
 _MAX_CHUNK_BYTES = 16 * 1024 * 1024
 # Gradients on their way to the worker may take this part of the budget (or one whole unit's, if that is more).
 _GRADIENT_SHARE = 1 / 8
-# Blocks are fetched ahead as far as this part of the cache reaches. Against 1/2 it reads 1% more and waits a tenth as
-# long: the records of one large unit and the next unit's parameters are in sight together (dev/LOG.md, 2026-11-16).
-_LOOKAHEAD_SHARE = 2 / 3
+# How far blocks are fetched ahead: as far as the largest unit, its record and as much again reach, so that the drive is
+# never idle while one large unit is computed and updated, or this many bytes; what is left of the cache keeps blocks
+# from one step to the next, and saves their transfers. In small caches as far as this part of them reaches: at 1/8 of
+# the states 2/3 waits 4% of the time, 0.9 not at all, and moves as many bytes (dev/LOG.md, 2026-11-18).
+_LOOKAHEAD_SHARE = 0.9
+_LOOKAHEAD_UNITS = 2
+_LEAST_LOOKAHEAD_BYTES = 64 << 20
 # Copies of parameters in another dtype may take this part of the memory (or two of the largest, if that is more).
 _COPY_SHARE = 1 / 8
 # Whole units, gathered from ranks that store parts, may take this part.
@@ -127,7 +131,7 @@ def place(
         # Tight: only what one unit's gradients need is set aside.
         set_aside = gradients
         cache = min(budget - resident - set_aside, most)
-    return Placement(homes, resident, set_aside, cache, int(cache * _LOOKAHEAD_SHARE), chunk, everything, least)
+    return Placement(homes, resident, set_aside, cache, _lookahead(moving, cache), chunk, everything, least)
 
 
 def room_for_copies(sizes: Sequence[int], at_once: int, memory: int, *, gathered: bool) -> int:
@@ -164,6 +168,11 @@ def _chunk_bytes(cache: int, at_once: int) -> int:
     if wanted > HUGE_PAGE_BYTES:
         wanted = round(wanted / HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     return max(_MIN_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, round_up(wanted)))
+
+
+def _lookahead(moving: Sequence[UnitSize], cache: int) -> int:
+    largest = max((u.parameters + u.record for u in moving), default=0)
+    return min(int(cache * _LOOKAHEAD_SHARE), max(_LOOKAHEAD_UNITS * largest, _LEAST_LOOKAHEAD_BYTES))
 
 
 def _minimum(moving: Sequence[UnitSize], together: Sequence[tuple[str, int]], chunk: int) -> int:

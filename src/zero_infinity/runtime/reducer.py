@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from zero_infinity.errors import EngineClosedError, again
+from zero_infinity.runtime.one_core import use_one_core
 from zero_infinity.runtime.record import Segment
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.shard.partition import Span
@@ -115,7 +116,7 @@ class Reducer:
         self._wire.end(self._thread)
 
     def _work(self) -> None:
-        torch.set_num_threads(1)
+        use_one_core()
         while (task := self._tasks.get()) is not None:
             try:
                 if self._error is not None:

@@ -24,6 +24,7 @@ import torch
 from zero_infinity.errors import CapacityError, DivergenceError, again
 from zero_infinity.interrupts import through
 from zero_infinity.runtime.accelerator import Memory, Place
+from zero_infinity.runtime.one_core import use_one_core
 from zero_infinity.runtime.residency import Residency
 from zero_infinity.runtime.unit import ManagedParameter, Unit
 from zero_infinity.schedule.policy import Decision, NoRoomError, Policy
@@ -413,7 +414,7 @@ class Copier:
         self.place.close()
 
     def _work(self) -> None:
-        torch.set_num_threads(1)
+        use_one_core()
         failed: BaseException | None = None  # of an exchange: there are none after that
         while (task := self._tasks.get()) is not None:
             group, copies = task

@@ -19,6 +19,7 @@ import torch
 
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
+from zero_infinity.runtime.one_core import use_one_core
 from zero_infinity.runtime.ordinary import ordinary_tensors
 from zero_infinity.runtime.record import Chunk
 from zero_infinity.runtime.recording import Recording
@@ -73,7 +74,11 @@ class Updater:
         self._store = store
         self._recording = recording
         self._shares_cores = shares_cores
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # told of every job and chunk that is done
+        # Apart, since waking the worker takes a core away from the model: only when there is something for it to do.
+        self._calling = threading.Condition(lock)
+        self._is_asleep = False  # the worker, until it is called
         self._jobs: deque[_Progress] = deque()
         self._is_running = False  # somebody works on the first job
         self._is_away = not shares_cores  # the computing thread does not come by
@@ -81,12 +86,7 @@ class Updater:
         self._is_closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
-        num_threads = torch.get_num_threads()
-        self._started = threading.Event()
         self._thread.start()
-        self._started.wait()
-        # What the worker has set for itself is what threads to come would start with.
-        torch.set_num_threads(num_threads)
 
     # ------------------------------------------------------------------ the computing thread
 
@@ -95,7 +95,8 @@ class Updater:
         self.check()
         with self._changed:
             self._jobs.append(_Progress(job))
-            self._changed.notify_all()
+            if not self._shares_cores:
+                self._calling.notify()
         self.help()
 
     def help(self) -> None:
@@ -120,7 +121,7 @@ class Updater:
         if self._jobs and not self._is_away:
             with self._changed:
                 self._is_away = True
-                self._changed.notify_all()
+                self._calling.notify()
 
     def check(self) -> None:
         """Raise what a job failed with."""
@@ -152,15 +153,14 @@ class Updater:
         with self._changed:
             self._is_closed = True
             self._jobs.clear()
-            self._changed.notify_all()
+            self._calling.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     # ------------------------------------------------------------------ the worker
 
     def _work(self) -> None:
-        torch.set_num_threads(1)
-        self._started.set()
+        use_one_core()
         while self._is_needed():
             try:
                 self._go_on(wait=True)
@@ -179,9 +179,11 @@ class Updater:
                 idle = bool(self._jobs) and not self._is_running
                 if idle and self._is_away:
                     break
-                # Not away: it has some time to come by.
-                told = self._changed.wait(_PATIENCE_SECONDS if idle else None)
-                if idle and not told and num_chunks == self._num_chunks:
+                # Not away: it has some time to come by. Busy: whoever works calls when he ends, if something is left.
+                self._is_asleep = not idle
+                called = self._calling.wait(_PATIENCE_SECONDS if idle else None)
+                self._is_asleep = False
+                if idle and not called and num_chunks == self._num_chunks:
                     self._is_away = True
             self._is_running = not self._is_closed
             return self._is_running
@@ -200,6 +202,8 @@ class Updater:
     def _end(self) -> None:
         with self._changed:
             self._is_running = False
+            if self._jobs and self._is_asleep:
+                self._calling.notify()
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:

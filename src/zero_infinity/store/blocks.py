@@ -376,6 +376,7 @@ class BlockStore:
             self._changed.wait_for(lambda: not others & self._busy.keys(), _STUCK_SECONDS)
         if self.engine is not None:
             self.engine.close()
+        self.heap.close()
         self.pool.close()
 
     # ------------------------------------------------------------------ inside, with the lock held

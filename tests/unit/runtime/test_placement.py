@@ -126,3 +126,18 @@ def test_beside_what_is_needed_at_once_there_is_room_for_four_chunks(budget: int
     found = place([adam(f"{number}", 12 * MIB) for number in range(64)], budget, [], nvme=True)
     assert 12 * MIB + 4 * found.chunk_bytes <= found.cache
     assert found.chunk_bytes <= max(256 << 10, found.cache / 12 + MIB)  # to a whole huge page
+
+
+def test_what_is_fetched_ahead_is_two_large_units_with_their_records_and_the_rest_is_kept() -> None:
+    units = [adam(f"layer {number}", 16 * MIB) for number in range(30)]
+    found = place(units, 700 * MIB, [], nvme=True)
+    assert found.lookahead == 96 * MIB
+    assert found.cache > 500 * MIB
+    small = [adam(f"layer {number}", MIB) for number in range(300)]
+    assert place(small, 700 * MIB, [], nvme=True).lookahead == 64 * MIB
+
+
+def test_a_small_cache_is_mostly_for_what_comes_next() -> None:
+    units = [adam(f"layer {number}", 16 * MIB) for number in range(18)]
+    found = place(units, 109 * MIB, [], nvme=True)
+    assert found.lookahead == int(0.9 * found.cache)

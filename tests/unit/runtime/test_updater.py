@@ -162,3 +162,25 @@ def test_the_worker_leaves_it_to_the_computing_thread_once_that_is_back(
     updater.help()
     assert log == [("a", False), ("b", True)]
     updater.close()
+
+
+def test_the_worker_sleeps_while_the_computing_thread_does_it_all(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    class Calls(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(updaters.threading, "Condition", Calls)
+    updater = make(shares_cores=True)
+    try:
+        for number in range(50):
+            updater.submit(Job(log, str(number)))
+        assert [is_main for _, is_main in log] == [True] * 50
+        assert looks <= 2
+    finally:
+        updater.close()

@@ -96,3 +96,45 @@ def test_real_holes_are_given_back() -> None:
     watched.look()
     assert watched._resident_bytes() < full - 60 * MIB
     assert all(bool(layer.eq(1).all()) for layer in kept)
+
+
+def test_memory_that_a_step_frees_is_there_for_the_next_one_without_page_faults() -> None:
+    import resource
+
+    import torch
+
+    watch(budget=MIB)
+
+    def step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(size * MIB // 4) for size in (1, 40, 30, 20, 60)]
+        tensors.clear()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    step()
+    assert min(step() for _ in range(3)) < 1000  # of 38,656 pages
+
+
+def test_what_a_model_took_before_it_moved_is_not_counted_as_needed(memory: Heap) -> None:
+    memory.size = memory.used = 900 * MIB
+    watched = watch()
+    memory.used = 100 * MIB
+    watched.begin_anew()
+    assert memory.size == 100 * MIB
+    memory.size = 120 * MIB
+    watched.look()
+    assert memory.size == 100 * MIB
+
+
+def test_a_watch_keeps_no_file_open_when_it_is_closed() -> None:
+    import os
+
+    watched = watch()
+    assert watched._resident_bytes() > 0
+    descriptor = watched._statm
+    assert descriptor is not None
+    watched.close()
+    watched.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    watched.look()
