@@ -295,7 +295,7 @@ def _growth(result: dict[str, Any]) -> str:
             name = f"{point['axis']} {point['value']:g}"
             measured, law = point["measured"], point["expected"]
             if measured is None or law is None:
-                rows.append([name, f"failed: {point['error']}", *[""] * 5])
+                rows.append([name, f"failed: {point['error']}", *[""] * 6])
                 continue
             rows.append(
                 [
@@ -304,11 +304,12 @@ def _growth(result: dict[str, Any]) -> str:
                     f"{law['seconds']:.3f}",
                     f"{_size(measured['held_bytes'])} of {_size(point['memory'])}",
                     _size(measured["peak_rss"]),
+                    _size(law["peak_rss"]),
                     f"{measured['start_seconds']:.2f}",
                     f"{measured['moved_bytes'] / 1e6:.0f}",
                 ]
             )
-    headings = ["", "s/step", "law", "held", "peak RSS, all ranks", "start, s", "MB moved a step and rank"]
+    headings = ["", "s/step", "law", "held", "peak RSS, all ranks", "law", "start, s", "MB moved a step and rank"]
     table = _table(headings, rows)
     return f"{_origin(result)}:\n\n![growth, with the expected law](results/growth.svg)\n\n{table}"
 
@@ -333,8 +334,8 @@ def _ablations(result: dict[str, Any]) -> str:
                 row.append(f"{one['ratio']['median']:.2f} ({one['ratio']['p10']:.2f}-{one['ratio']['p90']:.2f})")
         rows.append(row)
     headings = [""]
-    for drive, batch in columns:
-        headings.append(f"batch {batch}, {'drive as it is' if drive is None else f'{drive / 1e6:.0f} MB/s'}")
+    for link, batch in columns:
+        headings.append(f"batch {batch}, {'links as they are' if link is None else f'links of {link / 1e6:.0f} MB/s'}")
     race = cells[0]["race"]
     return (
         f"{_origin(result)}; {race['layers']} layers x {race['hidden']}, sequences of {race['seq']}, budget "

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import zero_infinity as zi
-from zero_infinity.cli import bench_ablations
+from zero_infinity.cli import bench_ablations, bench_variant
 from zero_infinity.cli.bench_variant import leave_out
 from zero_infinity.cli.main import main
 from zero_infinity.runtime import host
 from zero_infinity.schedule.policy import Decision, Policy
+from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.workload.model import ByteGPT
 from zero_infinity.workload.presets import Shape
 
@@ -28,6 +29,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "_look_ahead", Policy._look_ahead)
     monkeypatch.setattr(Policy, "access", Policy.access)
     monkeypatch.setattr(host, "FileDevice", host.FileDevice)
+    monkeypatch.setattr(Wire, "_note", Wire._note)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -83,15 +85,28 @@ def test_a_slow_drive_is_slow(tmp_path: Path) -> None:
     assert time.perf_counter() - start > 0.8 * (stats.bytes_read + stats.bytes_written) / 20e6
 
 
+def test_what_a_rank_sends_takes_its_time_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(bench_variant, "_note", lambda wire, topic, start, num_bytes: noted.append(num_bytes))
+    leave_out([], bytes_per_second=20e6)
+    wire = object.__new__(Wire)
+    start = time.perf_counter()
+    for _ in range(2):
+        wire._note(Topic("gather", 1, "a layer"), start, 2_000_000)
+    assert time.perf_counter() - start >= 0.2
+    assert noted == [2_000_000, 2_000_000]
+
+
 def test_a_real_run_of_two_variants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_ablations, "ONE_RANK", (bench_ablations.ONE_RANK[0], bench_ablations.ONE_RANK[3]))
     places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["bench", "ablations", *TINY, "--batches=1", "--drives=200MB/s", "--one-rank", *places]) == 0
-    (cell,) = json.loads((tmp_path / "out" / "ablations.json").read_text())["cells"]
+    assert main(["bench", "ablations", *TINY, "--batches=1", "--links=200MB/s", "--one-rank", *places]) == 0
+    cell, device = json.loads((tmp_path / "out" / "ablations.json").read_text())["cells"]
     assert [row["name"] for row in cell["rows"]] == ["whole engine", "no cache"]
-    assert all(row["equal_losses"] and row["error"] is None for row in cell["rows"])
+    assert [row["name"] for row in device["rows"]] == ["on a device", "on a device, no prefetch"]
+    assert all(row["equal_losses"] and row["error"] is None for row in (*cell["rows"], *device["rows"]))
     # How much more is read without a cache depends on timing in so small a model: see the test above.
     assert all(row["read_bytes"] > 0 for row in cell["rows"])
     assert (tmp_path / "out" / "ablations.svg").exists()
@@ -102,10 +117,10 @@ def test_a_real_run_of_two_variants(
 @pytest.mark.long
 def test_every_variant_runs(tmp_path: Path) -> None:
     places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["bench", "ablations", *TINY, "--hidden=256", "--batches=2", "--drives=real", *places]) == 0
+    assert main(["bench", "ablations", *TINY, "--hidden=256", "--batches=2", "--links=real", *places]) == 0
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ablations", "--batches", "0,4"]) == 2
-    assert main(["bench", "ablations", "--drives", "fast"]) == 2
+    assert main(["bench", "ablations", "--links", "fast"]) == 2
     assert "--batches 0,4" in capsys.readouterr().err

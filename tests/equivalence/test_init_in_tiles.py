@@ -23,6 +23,8 @@ from transformers.pytorch_utils import Conv1D
 import zero_infinity as zi
 from zero_infinity.runtime import parked, tiled_edit
 from zero_infinity.runtime.host import host_of
+from zero_infinity.workload.model import ByteGPT
+from zero_infinity.workload.presets import Shape
 
 WORDS = 701
 
@@ -285,3 +287,29 @@ def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
     code, out, err = children.run(_ONE_LAYER, str(tmp_path))
     assert code == 0, err
     assert int(out.split()[-1]) < 32 << 20
+
+
+def test_tiles_that_are_put_together_again_leave_no_copy_on_a_device(tmp_path: Path) -> None:
+    """They were read there to fill whole layers, and have no home any more."""
+    shape = Shape(layers=2, hidden=128, heads=2, seq=16)
+    config = zi.Config(memory=12 * shape.num_parameters // 8, nvme=tmp_path)
+
+    def losses(model: nn.Module) -> list[float]:
+        device = zi.EmulatedAccelerator(2 * shape.num_parameters)
+        model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters()), config, accelerator=device)
+        assert not tiled(model)
+        found = []
+        for number in range(4):
+            tokens = torch.randint(0, 256, (1, 17), generator=seeded(number))
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(0)
+    expected = losses(ByteGPT(shape))
+    model = built(lambda: ByteGPT(shape), config)
+    assert tiled(model)
+    assert losses(model) == expected

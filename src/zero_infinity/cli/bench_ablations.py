@@ -1,7 +1,8 @@
 """`zero-infinity bench ablations`: what each part of the engine is worth, by leaving it out.
 
-Owns the variants and the grid: batch sizes, and drives of several speeds (slower ones are emulated: a transfer sleeps
-until a drive of that speed would have delivered, which takes no core). In one cell of the grid all variants train the
+Owns the variants and the grid: batch sizes, and links of several speeds: the drive, the link to an emulated device and
+the one between ranks, each of this speed (slower ones are emulated: a transfer sleeps until a link of that speed would
+have delivered, which takes no core). In one cell of the grid all variants train the
 same model in turn, as in `bench train`, and every ratio is to the whole engine's step of the same round. Nothing of it
 is a setting: see `bench_variant`.
 """
@@ -32,7 +33,7 @@ _FRACTION = 1 / 8  # of the states: the budget
 _EPILOG = """\
 examples:
   zero-infinity bench ablations --nvme /mnt/nvme --out bench-out
-  zero-infinity bench ablations --batches 1 --drives 200MB/s --steps 4
+  zero-infinity bench ablations --batches 1 --links 200MB/s --steps 4
 """
 
 
@@ -45,6 +46,7 @@ class Variant:
     options: dict[str, object] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     ranks: int = 1
+    on_device: bool = False  # an emulated one, with room for half of the parameters
 
 
 WHOLE = Variant("whole engine", "whole engine")
@@ -57,6 +59,10 @@ ONE_RANK = (
     Variant("tiles (each layer in 4)", WHOLE.name, {"tile_above": "quarter"}),
     Variant("recompute", WHOLE.name, _RECOMPUTED),
     Variant("recompute, inputs offloaded", "recompute", {**_RECOMPUTED, "offload_activations": True}),
+)
+DEVICE = (
+    Variant("on a device", "on a device", on_device=True),
+    Variant("on a device, no prefetch", "on a device", without=("prefetch",), on_device=True),
 )
 TWO_RANKS = (
     Variant("2 ranks, spread", "2 ranks, spread", ranks=2),
@@ -75,23 +81,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_race(parser, layers=6, hidden=512, batch=None, seq=128)
     add_turns(parser, steps=5, warmup=3)
     parser.add_argument("--batches", default="2,8,32", metavar="LIST", help="sequences at once (2,8,32)")
-    parser.add_argument("--drives", default="real,300MB/s", metavar="LIST", help="speeds; real: as is (real,300MB/s)")
+    parser.add_argument("--links", default="real,300MB/s", metavar="LIST", help="speeds of the drive, of the link to a "
+                        "device and of that between ranks; real: as they are (real,300MB/s)")  # fmt: skip
     parser.add_argument("--one-rank", action="store_true", help="leave out what takes two ranks")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    batches, drives = _batches(args.batches), _drives(args.drives)
+    batches, links = _batches(args.batches), _links(args.links)
     with interruption.watched(), swap_directory(args.nvme) as nvme:
         origin = provenance(nvme)
         cells = []
         with progress() as say:
-            for bytes_per_second in drives:
+            for bytes_per_second in links:
                 for batch in batches:
                     args.batch = batch
                     race = race_of(args)
-                    for variants in (ONE_RANK,) if args.one_rank or batch % 2 else (ONE_RANK, TWO_RANKS):
-                        say(f"batch {batch}, drive {_speed(bytes_per_second)}: {len(variants)} variants")
+                    groups = (ONE_RANK, DEVICE) if args.one_rank or batch % 2 else (ONE_RANK, DEVICE, TWO_RANKS)
+                    for variants in groups:
+                        say(f"batch {batch}, links {_speed(bytes_per_second)}: {len(variants)} variants")
                         settings = [_setting(variant, race, nvme, bytes_per_second) for variant in variants]
                         contenders = [Contender(race, setting, timeout=args.timeout) for setting in settings]
                         compete(contenders, race.num_steps, say, patience=args.patience)
@@ -120,7 +128,17 @@ def _setting(variant: Variant, race: Race, nvme: str, bytes_per_second: float | 
     memory = int(states * _FRACTION) // variant.ranks
     if variant.ranks > 1:
         memory += 8 * 4 * 4 * race.hidden**2  # copies of whole layers, which do not get smaller with ranks
-    return Setting(variant.name, memory, nvme, _FRACTION, options, variant.without, bytes_per_second, variant.ranks)
+    return Setting(
+        variant.name,
+        memory,
+        nvme,
+        _FRACTION,
+        options,
+        variant.without,
+        bytes_per_second,
+        variant.ranks,
+        device_memory=int(states / STATE_BYTES) * 4 // 2 if variant.on_device else None,
+    )
 
 
 def _cell(
@@ -155,7 +173,7 @@ def _cell(
 
 
 def _print(cells: Sequence[dict[str, Any]]) -> None:
-    rows = [["drive", "batch", "variant", "s/step", "ratio", "p10-p90", "waited", "MB read", "written", "losses"]]
+    rows = [["links", "batch", "variant", "s/step", "ratio", "p10-p90", "waited", "MB read", "written", "losses"]]
     for cell in cells:
         for row in cell["rows"]:
             place = [_speed(cell["bytes_per_second"]), str(cell["race"]["batch"]), row["name"]]
@@ -187,7 +205,7 @@ def _speed(bytes_per_second: float | None) -> str:
     return "real" if bytes_per_second is None else format_rate(bytes_per_second)
 
 
-def _drives(text: str) -> list[float | None]:
+def _links(text: str) -> list[float | None]:
     return [
         None if part.strip() == "real" else parse_bytes(part.strip().removesuffix("/s")) for part in text.split(",")
     ]

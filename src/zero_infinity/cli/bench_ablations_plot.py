@@ -1,4 +1,4 @@
-"""The picture of `bench ablations`: the cost of leaving a part out, for each drive and batch size. Needs matplotlib."""
+"""The picture of `bench ablations`: the cost of leaving a part out, by links and batch size. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     # In the order in which they first come.
-    drives = list(dict.fromkeys(drive for drive, _, _ in found))
+    links = list(dict.fromkeys(link for link, _, _ in found))
     batches = list(dict.fromkeys(batch for _, batch, _ in found))
     names = list(dict.fromkeys(name for _, _, name in found))
     against = {row["name"]: row["against"] for cell in cells for row in cell["rows"]}
     height = 0.8 / len(batches)
-    figure = Figure(figsize=(4.6 + 2.8 * len(drives), 1.0 + 0.62 * len(names)), layout="constrained")
-    panels = figure.subplots(1, len(drives), sharey=True, squeeze=False)[0]
-    for panel, drive in zip(panels, drives, strict=True):
+    figure = Figure(figsize=(4.6 + 2.8 * len(links), 1.0 + 0.62 * len(names)), layout="constrained")
+    panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
+    for panel, link in zip(panels, links, strict=True):
         for number, batch in enumerate(batches):
-            here = [(place, found.get((drive, batch, name))) for place, name in enumerate(names)]
+            here = [(place, found.get((link, batch, name))) for place, name in enumerate(names)]
             bars = [(place + (number - (len(batches) - 1) / 2) * height, ratio) for place, ratio in here if ratio]
             panel.barh(
                 [place for place, _ in bars],
@@ -54,9 +54,7 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
                 error_kw={"elinewidth": 0.7, "ecolor": "0.3"},
             )
         panel.axvline(1.0, color="0.3", linewidth=0.8)
-        panel.set_title(
-            "the drive as it is" if drive is None else f"emulated drive of {format_rate(drive)}", fontsize=9
-        )
+        panel.set_title("links as they are" if link is None else f"emulated links of {format_rate(link)}", fontsize=9)
         panel.set_xlabel("time of a step, without the change = 1", fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(names)), [f"{name}\n(against {against[name]})" for name in names], fontsize=8)

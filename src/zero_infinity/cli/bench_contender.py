@@ -57,11 +57,12 @@ class Setting:
     nvme: str | None = None  # a directory; None: the states stay in RAM
     fraction: float | None = None  # of the states that `memory` is, where that was asked for
     # Of ablations and growth (bench_variant, bench_ranks): further settings, parts of the engine that are left out,
-    # the speed of an emulated drive, and how many ranks share the batch.
+    # the speed of emulated links, how many ranks share the batch, and the memory of an emulated device.
     options: Mapping[str, object] = field(default_factory=dict)
     without: Sequence[str] = ()
     bytes_per_second: float | None = None
     ranks: int = 1
+    device_memory: int | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -27,6 +27,9 @@ from zero_infinity.workload.presets import Shape
 
 _HEADS = 4
 _LR = 3e-4
+# Bytes that autograd keeps of a layer, for a token and a unit of width: 17 tensors of the hidden size, in float32. Two
+# inputs of norms and their outputs, 3 + 1 of attention, its output in another order, 4 + 4 of the MLP.
+_SAVED_BYTES = 4 * 17
 _FRACTION = 1 / 4  # of the middle model's states: the budget, wherever it is not the budget that grows
 _EPILOG = "example: zero-infinity bench growth --nvme /mnt/nvme --out bench-out"
 
@@ -52,6 +55,16 @@ class Point:
     def state_bytes(self) -> int:
         """Of each rank."""
         return STATE_BYTES * self.num_parameters // self.ranks
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the engines of all ranks hold at most: their budgets, or states and gradients where these take less."""
+        return self.ranks * min(self.memory, self.state_bytes * (STATE_BYTES + 4) // STATE_BYTES)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of all ranks."""
+        return _SAVED_BYTES * self.layers * self.hidden * self.batch * self.seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +121,14 @@ def laws(line: Sequence[Point], first: Grown) -> list[Grown]:
         if point.axis in ("budget", "depth", "width"):
             # What is not in memory has to come and go once a step; the least that any system can move.
             moved = 2.0 * max(0, point.state_bytes - point.memory)
+        # What a process takes without either: Python, torch, the text.
+        process = first.peak_rss - base.engine_bytes - base.activation_bytes
         result.append(
             Grown(
                 seconds=first.seconds * size * tokens,
                 best_seconds=first.best_seconds * size * tokens,
                 held_bytes=point.memory,
-                peak_rss=0,
+                peak_rss=point.ranks * process + point.engine_bytes + point.activation_bytes,
                 start_seconds=first.start_seconds * size,
                 moved_bytes=moved,
             )
@@ -198,13 +213,15 @@ def _grown(contender: Contender, warmup: int) -> Grown | None:
 
 
 def _print(axes: list[dict[str, list[dict[str, object]]]]) -> None:
-    rows = [["axis", "", "s/step", "law", "held", "budget", "peak RSS", "start", "law", "MB moved", "law or least"]]
+    rows = [
+        ["axis", "", "s/step", "law", "held", "budget", "peak RSS", "law", "start", "law", "MB moved", "law or least"]
+    ]
     for axis in axes:
         for point in axis["points"]:
             name = [str(point["axis"]), f"{point['value']:g}"]
             measured, law = point["measured"], point["expected"]
             if not isinstance(measured, dict) or not isinstance(law, dict):
-                rows.append([*name, *["-"] * 9])
+                rows.append([*name, *["-"] * 10])
                 continue
             rows.append(
                 [
@@ -214,6 +231,7 @@ def _print(axes: list[dict[str, list[dict[str, object]]]]) -> None:
                     format_bytes(measured["held_bytes"]),
                     format_bytes(law["held_bytes"]),
                     format_bytes(measured["peak_rss"]),
+                    format_bytes(law["peak_rss"]),
                     format_seconds(measured["start_seconds"]),
                     format_seconds(law["start_seconds"]),
                     f"{measured['moved_bytes'] / 1e6:.0f}",

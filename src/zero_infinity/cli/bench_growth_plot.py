@@ -9,7 +9,7 @@ from typing import Any
 _ROWS = (
     ("seconds", "s a step", 1.0),
     ("held_bytes", "held, MB", 1e6),
-    ("peak_rss", "peak RSS, all ranks, MB", 1e6),  # no law: torch and activations are in it
+    ("peak_rss", "peak RSS, all ranks, MB", 1e6),
     ("start_seconds", "start, s", 1.0),
     ("moved_bytes", "moved, MB a step", 1e6),
 )
@@ -48,8 +48,7 @@ def draw(content: Mapping[str, Any], stem: Path) -> list[Path]:
             measured = [point["measured"][key] / unit for point in line]
             bound = key == "held_bytes" or (key == "moved_bytes" and name in ("budget", "depth", "width"))
             style = {"color": "0.55", "linestyle": ":" if bound else "--", "linewidth": 1.5}
-            if any(law):
-                panel.plot(places, law, label="bound" if bound else "law", **style)
+            panel.plot(places, law, label="bound" if bound else "law", **style)
             panel.plot(places, measured, color="#1f77b4", marker="o", markersize=4, label="measured")
             if name == "budget":
                 panel.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""This process's engine with a part of it left out, or on a slower drive: for ablations only.
+"""This process's engine with a part of it left out, or on slower links: for ablations only.
 
 None of this is a setting, because nobody should train so. It is reached the way tests reach it: by what the engine's
 modules call, before a model is made, and for the rest of the process.
@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from zero_infinity.runtime import host
+from zero_infinity.runtime.accelerator import SlowLink
 from zero_infinity.schedule.policy import BlockId, Decision, Policy
+from zero_infinity.shard.wire import Topic, Wire
 from zero_infinity.store.files import FileDevice
 from zero_infinity.store.throttled_device import ThrottledDevice
 
 _access = Policy.access
+_note = Wire._note
 
 
 def leave_out(parts: Collection[str], bytes_per_second: float | None = None) -> None:
-    """From now on, in this process. `bytes_per_second`: of every drive, both directions together."""
+    """From now on, in this process. `bytes_per_second`: of each drive, both ways together, and of what a rank sends."""
     if "prefetch" in parts:
         Policy._look_ahead = _nothing_ahead  # type: ignore[method-assign, assignment]
     if "cache" in parts:
@@ -25,6 +28,13 @@ def leave_out(parts: Collection[str], bytes_per_second: float | None = None) -> 
     if bytes_per_second is not None:
         speed = bytes_per_second
         setattr(host, "FileDevice", lambda paths: ThrottledDevice(FileDevice(paths), speed))  # noqa: B010 - not exported
+        link = SlowLink(bytes_per_second, latency_seconds=0.0)
+
+        def sent(wire: Wire, topic: Topic, start: float, num_bytes: int) -> None:
+            link.carry(num_bytes)
+            _note(wire, topic, start, num_bytes)
+
+        Wire._note = sent  # type: ignore[method-assign, assignment]
 
 
 def _nothing_ahead(policy: Policy, current: BlockId | None, evict: list[BlockId], fetch: list[BlockId]) -> None:

@@ -28,6 +28,7 @@ from zero_infinity.cli import bench_ranks, bench_variant
 from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
 from zero_infinity.config import Config
 from zero_infinity.errors import ZeroInfinityError
+from zero_infinity.runtime.accelerator import EmulatedAccelerator
 from zero_infinity.runtime.stats import Stats
 from zero_infinity.workload.model import ByteGPT
 from zero_infinity.workload.presets import Shape
@@ -57,7 +58,8 @@ class Trainer:
         self._optimizer: Optimizer = torch.optim.AdamW(self._model.parameters(), lr=race.lr, fused=True)
         made = time.perf_counter()
         if self._config is not None:
-            self._model, self._optimizer = api.prepare(self._model, self._optimizer, self._config)
+            device = _emulated_device(setting)
+            self._model, self._optimizer = api.prepare(self._model, self._optimizer, self._config, accelerator=device)
         self.start = Start(
             num_parameters=shape.num_parameters,
             weight_bytes=4 * shape.num_parameters,
@@ -145,6 +147,14 @@ def main() -> int:
             answer({"error": kind + (str(error).strip().splitlines() or ["no message"])[0]})
             return 1
     return 0
+
+
+def _emulated_device(setting: Setting) -> EmulatedAccelerator | None:
+    if setting.device_memory is None:
+        return None
+    if setting.bytes_per_second is None:
+        return EmulatedAccelerator(setting.device_memory)
+    return EmulatedAccelerator(setting.device_memory, bytes_per_second=setting.bytes_per_second)
 
 
 @contextlib.contextmanager

@@ -89,8 +89,8 @@ class EmulatedAccelerator(CpuPlace):
 
     def __init__(self, memory: int, *, bytes_per_second: float = 12e9, latency_seconds: float = 1e-5) -> None:
         super().__init__(memory)
-        self._up = _Link(bytes_per_second, latency_seconds)
-        self._down = _Link(bytes_per_second, latency_seconds)
+        self._up = SlowLink(bytes_per_second, latency_seconds)
+        self._down = SlowLink(bytes_per_second, latency_seconds)
 
     @property
     def bytes_uploaded(self) -> int:
@@ -111,7 +111,7 @@ class EmulatedAccelerator(CpuPlace):
         return copied
 
 
-class _Link:
+class SlowLink:
     """Takes as long for bytes as a link of this bandwidth would; transfers queue up."""
 
     def __init__(self, bytes_per_second: float, latency_seconds: float) -> None:

@@ -173,6 +173,8 @@ class TrainingEngine:
         for unit in new_units:
             self.host.park(unit)
         for unit in replaced:
+            if self._cache is not None:
+                self._cache.remove(unit)
             self.host.drop(unit)
         self.store.heap.begin_anew()
         if self.ranks is not None:

@@ -200,6 +200,17 @@ class ComputeCache:
         self._group_of.update(dict.fromkeys(group.units, group))
         self._policy.add(group.key, sum(copy_size(unit) for unit in group.units))
 
+    def remove(self, unit: Unit) -> None:
+        """Nothing is computed with `unit` any more, and it will have no home: what was written to its copy goes."""
+        with self._lock:
+            group = self._group_of.pop(unit, None)
+            if group is not None:
+                del self._groups[group.key]
+                self._policy.forget(group.key)
+                self._policy.end_cycle(same_order=False)  # what was recorded so far may have it
+                for copy in self._copies.pop(group.key, {}).values():
+                    self.copier.drop(copy)
+
     def lend(self, num_bytes: int) -> bool:
         """Let copies take that much less; False, and nothing changes, when too much is in use for that."""
         with self._lock:
