@@ -289,15 +289,15 @@ def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
     assert int(out.split()[-1]) < 32 << 20
 
 
-def test_tiles_that_are_put_together_again_leave_no_copy_on_a_device(tmp_path: Path) -> None:
-    """They were read there to fill whole layers, and have no home any more."""
+def test_layers_that_are_cut_when_they_are_prepared_leave_no_copy_on_a_device(tmp_path: Path) -> None:
+    """Whole layers were read there to fill their tiles, and have no home any more."""
     shape = Shape(layers=2, hidden=128, heads=2, seq=16)
-    config = zi.Config(memory=12 * shape.num_parameters // 8, nvme=tmp_path)
 
     def losses(model: nn.Module) -> list[float]:
+        config = zi.Config(memory="1MiB", nvme=tmp_path, tile_above="64KiB")
         device = zi.EmulatedAccelerator(2 * shape.num_parameters)
         model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters()), config, accelerator=device)
-        assert not tiled(model)
+        assert tiled(model)
         found = []
         for number in range(4):
             tokens = torch.randint(0, 256, (1, 17), generator=seeded(number))
@@ -310,6 +310,6 @@ def test_tiles_that_are_put_together_again_leave_no_copy_on_a_device(tmp_path: P
 
     torch.manual_seed(0)
     expected = losses(ByteGPT(shape))
-    model = built(lambda: ByteGPT(shape), config)
-    assert tiled(model)
-    assert losses(model) == expected
+    whole = built(lambda: ByteGPT(shape), zi.Config(memory="1MiB", nvme=tmp_path))
+    assert not tiled(whole)
+    assert losses(whole) == expected
