@@ -9,7 +9,8 @@ Facts that decide the code:
 - Any call of `torch.set_num_threads`, in any thread, turns off MKL's own choice of a number of threads for the process,
   and with it the kernels that attention is fast with: it takes 12% longer from then on.
 
-So the number is set where it is kept for each thread: in the OpenMP library that torch was linked with.
+So the number is set where it is kept for each thread: in the OpenMP library that torch was linked with. Products of
+matrices ask MKL, which has a number of its own where the user has set one; optimizers on slices have none.
 """
 
 from __future__ import annotations

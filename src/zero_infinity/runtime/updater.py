@@ -74,7 +74,7 @@ class Updater:
         self._store = store
         self._recording = recording
         self._shares_cores = shares_cores
-        lock = threading.Lock()
+        lock = threading.RLock()  # a signal handler may close the engine while its thread is in here
         self._changed = threading.Condition(lock)  # told of every job and chunk that is done
         # Apart, since waking the worker takes a core away from the model: only when there is something for it to do.
         self._calling = threading.Condition(lock)
@@ -82,7 +82,7 @@ class Updater:
         self._jobs: deque[_Progress] = deque()
         self._is_running = False  # somebody works on the first job
         self._is_away = not shares_cores  # the computing thread does not come by
-        self._num_chunks = 0
+        self._num_visits = 0  # of the computing thread
         self._is_closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
@@ -118,7 +118,7 @@ class Updater:
 
     def take_over(self) -> None:
         """The computing thread is about to wait: until it comes by again, the worker need not."""
-        if self._jobs and not self._is_away:
+        if self._jobs:
             with self._changed:
                 self._is_away = True
                 self._calling.notify()
@@ -154,6 +154,7 @@ class Updater:
             self._is_closed = True
             self._jobs.clear()
             self._calling.notify()
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -175,7 +176,7 @@ class Updater:
         """Wait until there is a chunk that nobody else works on; False when there will be none."""
         with self._changed:
             while not self._is_closed:
-                num_chunks = self._num_chunks
+                num_visits = self._num_visits
                 idle = bool(self._jobs) and not self._is_running
                 if idle and self._is_away:
                     break
@@ -183,7 +184,7 @@ class Updater:
                 self._is_asleep = not idle
                 called = self._calling.wait(_PATIENCE_SECONDS if idle else None)
                 self._is_asleep = False
-                if idle and not called and num_chunks == self._num_chunks:
+                if idle and not called and not self._is_running and num_visits == self._num_visits:
                     self._is_away = True
             self._is_running = not self._is_closed
             return self._is_running
@@ -194,6 +195,7 @@ class Updater:
         """The computing thread is here; whether it may run the first job."""
         with self._changed:
             self._is_away = False
+            self._num_visits += 1
             if self._is_running or self._error is not None:
                 return False
             self._is_running = True
@@ -226,7 +228,6 @@ class Updater:
             with torch.no_grad():
                 job.apply(chunk, self._store)
             progress.next_chunk += 1
-            self._num_chunks += 1
         if progress.next_chunk == len(job.chunks):
             job.finish(self._store)
             self._store.heap.look()  # optimizers make temporaries

@@ -56,7 +56,7 @@ class HeapWatch:
         self._pool = pool  # its memory is not the heap's
         keep_heap()
         # Open all the time: it is read some hundred times a step, and opening it takes longer than that.
-        self._statm = os.open(_STATM, os.O_RDONLY) if os.path.exists(_STATM) else None
+        self._statm = _open_statm()
         self.close = weakref.finalize(self, _close, self._statm)
         self.close.atexit = False
         self._before = self._needed = self._resident_bytes()
@@ -77,8 +77,19 @@ class HeapWatch:
     def _resident_bytes(self) -> int:
         if self._statm is None or not self.close.alive:
             return 0
-        fields = os.pread(self._statm, 256, 0).split()
-        return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE - self._pool.mapped_bytes
+        try:
+            fields = os.pread(self._statm, 256, 0).split()
+            num_pages = int(fields[1]) - int(fields[2])
+        except (OSError, ValueError, IndexError):
+            return 0  # another thread closes the store now
+        return num_pages * mmap.PAGESIZE - self._pool.mapped_bytes
+
+
+def _open_statm() -> int | None:
+    try:
+        return os.open(_STATM, os.O_RDONLY)
+    except OSError:
+        return None
 
 
 def _close(statm: int | None) -> None:

@@ -184,3 +184,43 @@ def test_the_worker_sleeps_while_the_computing_thread_does_it_all(
         assert looks <= 2
     finally:
         updater.close()
+
+
+def test_whoever_waits_is_told_that_it_was_closed_also_between_two_jobs(log: list[tuple[str, bool]]) -> None:
+    updater = make(shares_cores=True)
+    job = Job(log, "late", is_ready=False)
+    updater._is_running = True  # somebody works all the time, so that the worker does not step in
+    updater.submit(job)
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            updater.drain()
+        except EngineClosedError as error:
+            found.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    updater.close()
+    waiter.join(SECONDS)
+    assert not waiter.is_alive()
+    assert len(found) == 1
+    assert log == []
+
+
+def test_the_worker_stays_away_while_the_computing_thread_comes_by_in_vain(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 0.2)
+    updater = make(shares_cores=True)
+    try:
+        updater.submit(Job(log, "late", is_ready=False))
+        for _ in range(30):
+            time.sleep(0.02)
+            updater.help()
+        assert log == []
+        updater.drain()
+        assert log == [("late", False)]
+    finally:
+        updater.close()
