@@ -360,7 +360,8 @@ for number in range(40):
         model, optimizer = prepare(sys.argv[1], update=sys.argv[2])
         train(model, optimizer, 3)
 """
-    code, output, errors = children.run(script, str(tmp_path), update)
+    # A quarter of a minute alone, and once more than a minute beside other tests, which want the same cores.
+    code, output, errors = children.run(script, str(tmp_path), update, seconds=240)
     assert (code, errors) == (0, ""), output + errors
 
 
