@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.prompt import let_nothing_lag
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
@@ -45,6 +46,7 @@ def measured(memory: int, directory: Path, *, early: bool, batch: int = 1, **set
     model = ByteGPT(SHAPE)
     config = zi.Config(memory=memory, nvme=directory, update="auto" if early else "after_backward", **settings)
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
+    let_nothing_lag(model)
     tokens = torch.randint(0, 256, (batch, SHAPE.seq))
     before = after = zi.stats(model)
     for _ in range(WARM_UP_STEPS + 1):

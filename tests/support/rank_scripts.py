@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import zero_infinity as zi
+from support.prompt import let_nothing_lag
 from zero_infinity.api import engine_of
 from zero_infinity.runtime import placement
 from zero_infinity.workload.model import ByteGPT
@@ -224,7 +224,7 @@ def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) ->
     torch.manual_seed(0)
     model = ByteGPT(shape)
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), zi.Config(**settings))
-    _let_nothing_lag(model)
+    let_nothing_lag(model)
     tokens = torch.randint(0, 256, (1, shape.seq))
     before = after = zi.stats(model)
     for _ in range(num_steps):
@@ -235,31 +235,6 @@ def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) ->
         before, after = after, zi.stats(model)
     sent = sum(after.sent_bytes.values()) - sum(before.sent_bytes.values())
     return after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written, sent, after.memory_peak
-
-
-def _let_nothing_lag(model: nn.Module) -> None:
-    """Wait for everything as soon as it is asked for.
-
-    A block that is asked for again before it has left need not leave, and saves a transfer. Where a thread comes late,
-    on a busy machine, that is so now and then: fewer bytes than the decisions say, which are what a plan has.
-    """
-    engine = engine_of(model)
-    cache = engine._cache
-    if cache is None:
-        raise RuntimeError("nothing is gathered here")
-
-    def then(first: Callable[..., None], *later: Callable[[], None]) -> Callable[..., None]:
-        def both(*arguments: Any) -> None:
-            first(*arguments)
-            for wait in later:
-                wait()
-
-        return both
-
-    engine.residency.access = then(engine.residency.access, engine.store.settle)  # type: ignore[method-assign]
-    cache.copier.submit = then(cache.copier.submit, cache.copier.drain)  # type: ignore[method-assign]
-    updater = engine._updater
-    updater.submit = then(updater.submit, updater.drain)  # type: ignore[method-assign]
 
 
 def count(rank: int, num_ranks: int, depth: int, every: list[dict[str, Any]]) -> list[dict[str, Any]]:

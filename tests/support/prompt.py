@@ -1,0 +1,33 @@
+"""A run in which nothing comes late, so that it moves the bytes that were decided on, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from zero_infinity.api import engine_of
+
+
+def let_nothing_lag(model: nn.Module) -> None:
+    """Wait for everything as soon as it is asked for.
+
+    A block that is asked for again before it has left need not leave, and saves a transfer. Where a thread comes late,
+    on a busy machine, that is so now and then: fewer bytes than the decisions say, which are what a plan has.
+    """
+    engine = engine_of(model)
+    updater, cache = engine._updater, engine._cache
+
+    def then(first: Callable[..., None], *later: Callable[[], None]) -> Callable[..., None]:
+        def both(*arguments: Any) -> None:
+            first(*arguments)
+            for wait in later:
+                wait()
+
+        return both
+
+    engine.residency.access = then(engine.residency.access, engine.store.settle)  # type: ignore[method-assign]
+    updater.submit = then(updater.submit, updater.drain)  # type: ignore[method-assign]
+    if cache is not None:
+        cache.copier.submit = then(cache.copier.submit, cache.copier.drain)  # type: ignore[method-assign]
