@@ -175,7 +175,10 @@ def _peers(result: dict[str, Any]) -> str:
     return "\n\n".join([*lines, "![time of a step and peak memory](results/peers.svg)"])
 
 
-_PAIRS = (("fits", "ds-cpu"), ("1/8", "ds-cpu"), ("1/8", "ds-nvme"), ("1/8", "ds-params"), ("1/8", "ds-pipe"))
+_PAIRS = (
+    *(("fits", "ds-cpu"), ("1/2", "ds-cpu"), ("1/8", "ds-cpu")),
+    *(("1/8", "ds-nvme"), ("1/8", "ds-params"), ("1/8", "ds-pipe")),
+)
 
 
 def _quotients(result: dict[str, Any]) -> str:
@@ -203,7 +206,7 @@ def _quotients(result: dict[str, Any]) -> str:
     return _table(headings, rows)
 
 
-_IN_README = ("plain", "fits", "1/8", "ds-cpu", "ds-nvme", "ds-params", "ds-pipe", "fsdp2", "mapped")
+_IN_README = ("plain", "fits", "1/2", "1/8", "ds-cpu", "ds-nvme", "ds-params", "ds-pipe", "fsdp2", "mapped")
 
 
 def _peers_short(result: dict[str, Any]) -> str:

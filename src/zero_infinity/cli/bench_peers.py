@@ -83,6 +83,7 @@ PLAIN = Peer("plain", "plain PyTorch", "plain")
 HEATS = (
     (
         Peer("fits", "this library, all fits in RAM", "ours", 2.0),
+        Peer("1/2", "this library, NVMe, 1/2 in RAM", "ours", 1 / 2, on_drive=True),
         Peer("1/8", "this library, NVMe, 1/8 in RAM", "ours", 1 / 8, on_drive=True),
         Peer("ds-cpu", "DeepSpeed, all in RAM", "deepspeed_cpu", distributed=True),
         Peer("ds-nvme", "DeepSpeed, optimizer on NVMe", "deepspeed_nvme", on_drive=True, distributed=True),
@@ -93,7 +94,6 @@ HEATS = (
     ),
     (
         Peer("again", "plain PyTorch again", "plain"),
-        Peer("1/2", "this library, NVMe, 1/2 in RAM", "ours", 1 / 2, on_drive=True),
         Peer("fsdp2", "FSDP2, CPU offload", "fsdp2", distributed=True),
     ),
     (Peer("mapped", "by hand: mapped files", "mapped", on_drive=True),),
