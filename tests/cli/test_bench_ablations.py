@@ -97,20 +97,23 @@ def test_what_a_rank_sends_takes_its_time_on_a_slow_link(monkeypatch: pytest.Mon
     assert noted == [2_000_000, 2_000_000]
 
 
-def test_a_real_run_of_two_variants(
+def test_a_real_run_of_a_few_variants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_ablations, "ONE_RANK", (bench_ablations.ONE_RANK[0], bench_ablations.ONE_RANK[3]))
+    monkeypatch.setattr(bench_ablations, "ONE_RANK", bench_ablations.ONE_RANK[:2])
     places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
     assert main(["bench", "ablations", *TINY, "--batches=1", "--links=200MB/s", "--one-rank", *places]) == 0
-    cell, device = json.loads((tmp_path / "out" / "ablations.json").read_text())["cells"]
-    assert [row["name"] for row in cell["rows"]] == ["whole engine", "no cache"]
+    cell, half, device = json.loads((tmp_path / "out" / "ablations.json").read_text())["cells"]
+    assert [row["name"] for row in cell["rows"]] == ["whole engine", "no prefetch"]
+    assert [row["name"] for row in half["rows"]] == ["half of the states in RAM", "half in RAM, no cache"]
     assert [row["name"] for row in device["rows"]] == ["on a device", "on a device, no prefetch"]
-    assert all(row["equal_losses"] and row["error"] is None for row in (*cell["rows"], *device["rows"]))
+    rows = [row for group in (cell, half, device) for row in group["rows"]]
+    assert all(row["equal_losses"] and row["error"] is None for row in rows)
     # How much more is read without a cache depends on timing in so small a model: see the test above.
     assert all(row["read_bytes"] > 0 for row in cell["rows"])
+    assert half["rows"][0]["held_bytes"] > 2 * cell["rows"][0]["held_bytes"]
     assert (tmp_path / "out" / "ablations.svg").exists()
-    assert "no cache" in capsys.readouterr().out
+    assert "half in RAM, no cache" in capsys.readouterr().out
     assert os.listdir(tmp_path) == ["out"]
 
 

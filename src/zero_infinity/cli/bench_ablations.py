@@ -2,9 +2,8 @@
 
 Owns the variants and the grid: batch sizes, and links of several speeds: the drive, the link to an emulated device and
 the one between ranks, each of this speed (slower ones are emulated: a transfer sleeps until a link of that speed would
-have delivered, which takes no core). In one cell of the grid all variants train the
-same model in turn, as in `bench train`, and every ratio is to the whole engine's step of the same round. Nothing of it
-is a setting: see `bench_variant`.
+have delivered, which takes no core). In one cell of the grid all variants train the same model in turn, as in `bench
+train`, and every ratio is to the whole engine's step of the same round. Nothing of it is a setting (`bench_variant`).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from zero_infinity.units import format_rate, parse_bytes
 from zero_infinity.workload.presets import Shape
 
 _FRACTION = 1 / 8  # of the states: the budget
+_HALF = 1 / 2  # ... where something can be kept from one step to the next: at 1/8 all of it is for what comes next
 _EPILOG = """\
 examples:
   zero-infinity bench ablations --nvme /mnt/nvme --out bench-out
@@ -47,6 +47,7 @@ class Variant:
     without: tuple[str, ...] = ()
     ranks: int = 1
     on_device: bool = False  # an emulated one, with room for half of the parameters
+    fraction: float = _FRACTION
 
 
 WHOLE = Variant("whole engine", "whole engine")
@@ -55,10 +56,13 @@ ONE_RANK = (
     WHOLE,
     Variant("no prefetch", WHOLE.name, without=("prefetch",)),
     Variant("update after backward", WHOLE.name, {"update": "after_backward"}),
-    Variant("no cache", WHOLE.name, without=("cache",)),
     Variant("tiles (each layer in 4)", WHOLE.name, {"tile_above": "quarter"}),
     Variant("recompute", WHOLE.name, _RECOMPUTED),
     Variant("recompute, inputs offloaded", "recompute", {**_RECOMPUTED, "offload_activations": True}),
+)
+HALF = (
+    Variant("half of the states in RAM", "half of the states in RAM", fraction=_HALF),
+    Variant("half in RAM, no cache", "half of the states in RAM", without=("cache",), fraction=_HALF),
 )
 DEVICE = (
     Variant("on a device", "on a device", on_device=True),
@@ -97,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
                 for batch in batches:
                     args.batch = batch
                     race = race_of(args)
-                    groups = (ONE_RANK, DEVICE) if args.one_rank or batch % 2 else (ONE_RANK, DEVICE, TWO_RANKS)
-                    for variants in groups:
+                    several = () if args.one_rank or batch % 2 else (TWO_RANKS,)
+                    for variants in (ONE_RANK, HALF, DEVICE, *several):
                         say(f"batch {batch}, links {_speed(bytes_per_second)}: {len(variants)} variants")
                         settings = [_setting(variant, race, nvme, bytes_per_second) for variant in variants]
                         contenders = [Contender(race, setting, timeout=args.timeout) for setting in settings]
@@ -125,14 +129,14 @@ def _setting(variant: Variant, race: Race, nvme: str, bytes_per_second: float | 
     if options.get("tile_above") == "quarter":
         # The largest layers, 4 hidden x hidden with their gradient, in four tiles; smaller ones in fewer.
         options["tile_above"] = 8 * race.hidden**2 + 4096
-    memory = int(states * _FRACTION) // variant.ranks
+    memory = int(states * variant.fraction) // variant.ranks
     if variant.ranks > 1:
         memory += 8 * 4 * 4 * race.hidden**2  # copies of whole layers, which do not get smaller with ranks
     return Setting(
         variant.name,
         memory,
         nvme,
-        _FRACTION,
+        variant.fraction,
         options,
         variant.without,
         bytes_per_second,
