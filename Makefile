@@ -37,7 +37,7 @@ bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (about 8 
 	$(BIN)/zero-infinity bench io "$$directory" && \
 	$(BIN)/zero-infinity bench train --nvme "$$directory" --out bench-out
 
-bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (about 23 minutes; needs g++ and libaio's headers)
+bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (about 25 minutes; needs g++ and libaio's headers)
 	@echo '#include <libaio.h>' | g++ -x c++ -fsyntax-only - || \
 	echo "no g++ or no libaio.h (Debian: apt-get install g++ libaio-dev): DeepSpeed's rows will be errors"
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \

@@ -134,6 +134,11 @@ def _peer_rows(contest: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for number, heat in enumerate(contest["heats"]) for one in (heat if number == 0 else heat[1:])]
 
 
+def _subject(contest: dict[str, Any]) -> str:
+    race = contest["race"]
+    return f"{race['layers']} x {race['hidden']}, batch {race['batch']} x {race['seq']}"
+
+
 def _contest(contest: dict[str, Any]) -> list[str]:
     rows = []
     for one in _peer_rows(contest):
@@ -156,17 +161,15 @@ def _contest(contest: dict[str, Any]) -> list[str]:
                 "equal" if difference == 0 else f"within {difference:.0e}",
             ]
         )
-    headings = [f"batch {contest['race']['batch']} x {contest['race']['seq']}", "s/step",
-                "time against plain: median (p10-p90)", "best/best", "CPU s a step", "peak RSS", "GB read / written",
-                "start", "lines changed", "losses"]  # fmt: skip
+    headings = [_subject(contest), "s/step", "time against plain: median (p10-p90)", "best/best", "CPU s a step",
+                "peak RSS", "GB read / written", "start", "lines changed", "losses"]  # fmt: skip
     failed = [one for one in _peer_rows(contest) if one["figures"] and one["error"]]
     told = [f"{one['name']} failed after step {one['num_steps']}: {one['error']}." for one in failed]
     return [_table(headings, rows), *told]
 
 
 def _peers(result: dict[str, Any]) -> str:
-    race = result["contests"][0]["race"]
-    lines = [f"{_origin(result)}; {race['layers']} layers x {race['hidden']}:"]
+    lines = [f"{_origin(result)}; layers x width:"]
     lines += [text for contest in result["contests"] for text in _contest(contest)]
     building = result["building"]
     if building is not None:
@@ -185,24 +188,26 @@ def _quotients(result: dict[str, Any]) -> str:
     """This library beside DeepSpeed."""
     rows = []
     for ours, theirs in _PAIRS:
-        row: list[str] = []
+        names: list[str] = []
+        cells: list[str] = []
         for contest in result["contests"]:
             by_key = {one["key"]: one for one in _peer_rows(contest)}
-            pair = [by_key.get(key) for key in (ours, theirs)]
-            if None in pair:
-                break
-            mine, other = (one["figures"] for one in pair if one is not None)
-            row = row or [one["name"] for one in pair if one is not None]
+            pair = [by_key[key] for key in (ours, theirs) if key in by_key]
+            if len(pair) < 2:
+                cells += ["", ""]
+                continue
+            names = [one["name"] for one in pair]
+            mine, other = (one["figures"] for one in pair)
             if mine is None or other is None:
-                row += ["failed", ""]
+                cells += ["failed", ""]
                 continue
             median, best = (other["wall"][name] / mine["wall"][name] for name in ("median", "best"))
-            row += [f"{median:.2f} ({best:.2f})", f"{mine['peak_rss'] / other['peak_rss']:.2f}"]
-        if row:
-            rows.append(row)
+            cells += [f"{median:.2f} ({best:.2f})", f"{mine['peak_rss'] / other['peak_rss']:.2f}"]
+        if names:
+            rows.append([*names, *cells])
     headings = ["", "against"]
     for contest in result["contests"]:
-        headings += [f"batch {contest['race']['batch']} x {contest['race']['seq']}: times as fast", "its memory"]
+        headings += [f"{_subject(contest)}: times as fast", "its memory"]
     return _table(headings, rows)
 
 
@@ -220,19 +225,21 @@ def _peers_short(result: dict[str, Any]) -> str:
             continue
         times = []
         for one in found:
-            figures = one["figures"] if one is not None else None
+            if one is None:
+                times += ["", ""]
+                continue
+            figures = one["figures"]
             median = f"{figures['wall']['median']:.2f} ({figures['wall']['best']:.2f})" if figures else "failed"
             times += [median, _size(figures["peak_rss"]) if figures else ""]
         start = f"{first['figures']['start_seconds']:.1f} s" if first["figures"] else ""
         rows.append([first["name"], *times, start, str(first["changed_lines"])])
     headings = [""]
     for contest in contests:
-        race = contest["race"]
-        headings += [f"batch {race['batch']} x {race['seq']}: time of a step (best/best)", "peak RSS"]
+        headings += [f"{_subject(contest)}: time of a step (best/best)", "peak RSS"]
     headings += ["start", "lines changed"]
-    race, count = contests[0]["race"], contests[0]["num_parameters"]
-    size = f"{count / 1e6:.0f}M parameters, {race['layers']} layers x {race['hidden']}" if count else ""
-    return f"{size}; {_origin(result)}:\n\n{_table(headings, rows)}"
+    sizes = {_subject(contest).split(",")[0]: contest["num_parameters"] or 0 for contest in contests}
+    told = ", ".join(f"{model}: {count / 1e6:.0f}M" for model, count in sizes.items())
+    return f"Parameters of a model (layers x width): {told}; {_origin(result)}:\n\n{_table(headings, rows)}"
 
 
 def _capacity(result: dict[str, Any]) -> str:

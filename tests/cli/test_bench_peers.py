@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from support.figures import figures
 
+from zero_infinity.cli import bench_peers
 from zero_infinity.cli.bench_peers import PEERS
 from zero_infinity.cli.bench_peers_report import changed_lines
 from zero_infinity.cli.main import main
 
-TINY = "--layers=1 --hidden=64 --batches=1x16 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
+TINY = "--contests=1x64:1x16 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
 
 
 @pytest.fixture(autouse=True)
@@ -72,26 +73,62 @@ def test_changed_lines_are_those_of_the_scripts() -> None:
     assert changed_lines("ours") == 5
 
 
-def test_each_batch_size_is_a_contest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_model_and_batch_is_a_contest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["bench", "peers", *TINY, "--batches=2x16,1x8", "--only=fits", *places]) == 0
+    assert main(["bench", "peers", *TINY, "--contests=1x64:2x16,1x64:1x8,2x64:1x8", "--only=fits", *places]) == 0
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     races = [contest["race"] for contest in found["contests"]]
-    assert [(race["batch"], race["seq"]) for race in races] == [(2, 16), (1, 8)]
-    (two,), (one,) = (contest["heats"] for contest in found["contests"])
-    assert two[0]["losses"] == two[1]["losses"] != one[0]["losses"] == one[1]["losses"]
+    assert [(race["layers"], race["batch"], race["seq"]) for race in races] == [(1, 2, 16), (1, 1, 8), (2, 1, 8)]
+    losses = []
+    for contest in found["contests"]:
+        ((plain, ours),) = contest["heats"]
+        assert plain["losses"] == ours["losses"]
+        losses.append(tuple(plain["losses"]))
+    assert len(set(losses)) == 3
     assert (tmp_path / "out" / "peers.svg").exists()
     printed = capsys.readouterr().out
-    for batch in ("batch 2 x 16", "batch 1 x 8"):
+    for batch in ("1 layers x 64, batch 2 x 16", "1 layers x 64, batch 1 x 8", "2 layers x 64, batch 1 x 8"):
         assert batch in printed
-        assert f"| {batch} | " in figures._peers(found)
-        assert f"{batch}: time of a step" in figures._peers_short(found)
+        assert f"| {batch.replace(' layers', '')} | " in figures._peers(found)
+        assert f"{batch.replace(' layers', '')}: time of a step" in figures._peers_short(found)
 
 
-@pytest.mark.parametrize("batches", ["4", "4x0", "4x256,", "x", "4x256;1x64"])
-def test_a_batch_that_is_none(batches: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "peers", "--batches", batches]) == 2
-    assert f"--batches {batches}: sequences x bytes" in capsys.readouterr().err
+def test_all_of_them_take_part_with_the_first_model_and_fewer_with_larger_ones() -> None:
+    assert [peer.key for heat in bench_peers._chosen(None, is_larger=False) for peer in heat] == list(PEERS)
+    (heat,) = bench_peers._chosen(None, is_larger=True)
+    assert [peer.key for peer in heat] == ["fits", "1/2", "1/8", "ds-cpu"]
+    (heat,) = bench_peers._chosen("mapped", is_larger=True)
+    assert [peer.key for peer in heat] == ["mapped"]
+
+
+def test_who_is_not_in_a_contest_has_no_figure_in_its_column() -> None:
+    def entry(key: str, seconds: float) -> dict[str, object]:
+        wall = {"median": seconds, "best": seconds}
+        figures = {"wall": wall, "peak_rss": int(seconds * 2**30), "start_seconds": 1.0}
+        return {"key": key, "name": key, "error": None, "changed_lines": 1, "figures": figures}
+
+    def contest(layers: int, *entries: dict[str, object]) -> dict[str, object]:
+        race = {"layers": layers, "hidden": 64, "batch": 1, "seq": 8}
+        return {"race": race, "num_parameters": 1, "heats": [entries]}
+
+    everybody = [entry("plain", 1.0), entry("1/2", 2.0), entry("1/8", 2.5), entry("ds-cpu", 3.0), entry("fsdp2", 5.0)]
+    two = {
+        "contests": [contest(1, *everybody), contest(2, entry("plain", 1.0), entry("1/2", 1.0), entry("ds-cpu", 2.0))],
+        "command": "",
+        "commit": "",
+        "date": "2026-11-18",
+        "machine": {},
+    }
+    quotients = figures._quotients(two).splitlines()
+    assert quotients[2] == "| 1/2 | ds-cpu | 1.50 (1.50) | 0.67 | 2.00 (2.00) | 0.50 |"
+    assert quotients[3] == "| 1/8 | ds-cpu | 1.20 (1.20) | 0.83 |  |  |"
+    assert "| fsdp2 | 5.00 (5.00) | 5.0 GiB |  |  | 1.0 s | 1 |" in figures._peers_short(two)
+
+
+@pytest.mark.parametrize("contests", ["6x1024", "6x1024:4x0", "6x1024:4x256,", "x:x", "6x1024:4x256;6x1024:1x64"])
+def test_a_contest_that_is_none(contests: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", "--contests", contests]) == 2
+    assert f"--contests {contests}: blocks x width" in capsys.readouterr().err
 
 
 def test_an_unknown_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,9 @@
 Owns who takes part, and in which heat. Every contender is a script of `cli/peers` in a process of its own; they take
 steps in turn and are stopped between their turns, as in `bench train`. All of them at once would not fit in memory, so
 there are heats, each with plain PyTorch in it: a ratio is to plain PyTorch's step in the same round. Computation grows
-with the batch, and what it costs to keep states elsewhere does not: so there are several sizes of it. A contender that
-fails is a row with its error; the others go on.
+with the batch, and what it costs to keep states elsewhere does not; layers cost, and the fixed size of a process hides
+what a model takes: so there are several contests, of other batches and models. A contender that fails is a row with its
+error; the others go on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +31,6 @@ from zero_infinity.cli.bench_peers_report import Building, Contest, Entry, Peers
 from zero_infinity.cli.bench_train import (
     STATE_BYTES,
     SWAP_PREFIX,
-    add_race,
     add_turns,
     compete,
     progress,
@@ -47,10 +47,11 @@ from deepspeed.accelerator import get_accelerator
 for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "AsyncIOBuilder"):
     get_accelerator().create_op_builder(name).load(verbose=False)
 """
+_CONTESTS = "6x1024:4x256,6x1024:1x64,48x512:1x64"
 _EPILOG = """\
 examples:
   zero-infinity bench peers --nvme /mnt/nvme --out bench-out
-  zero-infinity bench peers --only 1/8,mapped,fsdp2 --steps 5
+  zero-infinity bench peers --only 1/8,mapped,fsdp2 --steps 5 --contests 6x1024:1x64
 
 DeepSpeed has to be installed beside this library, with a C++ compiler, ninja and libaio's headers: `make bench-peers`
 makes such an environment. Without it, its rows say so.
@@ -99,6 +100,18 @@ HEATS = (
     (Peer("mapped", "by hand: mapped files", "mapped", on_drive=True),),
 )
 PEERS = {peer.key: peer for heat in HEATS for peer in heat}
+# Who is in the contests of further models, which are larger: all of the first heat would not fit in memory.
+_WITH_LARGER_MODELS = ("fits", "1/2", "1/8", "ds-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained in one contest."""
+
+    layers: int
+    hidden: int
+    batch: int
+    seq: int
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,26 +121,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_race(parser, batch=None, seq=None)
     add_turns(parser)
-    parser.add_argument("--batches", default="4x256,1x64", metavar="LIST", help="sequences and bytes in each "
-                        "(4x256,1x64)")  # fmt: skip
-    parser.add_argument("--only", metavar="LIST", help=f"of {','.join(PEERS)} (all)")
+    parser.add_argument("--contests", default=_CONTESTS, metavar="LIST", help="blocks x width : sequences x bytes in "
+                        f"each ({_CONTESTS})")  # fmt: skip
+    parser.add_argument("--only", metavar="LIST", help=f"of {','.join(PEERS)} (all; with models other than the first, "
+                        f"{','.join(_WITH_LARGER_MODELS)})")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    heats, batches = _chosen(args.only), _batches(args.batches)
+    subjects = _subjects(args.contests)
+    heats = [_chosen(args.only, is_larger=_is_larger(subject, subjects[0])) for subject in subjects]
     with interruption.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
         origin = provenance(nvme)
         with progress() as say:
             building = None
-            if any(peer.needs_building for heat in heats for peer in heat):
+            if any(peer.needs_building for contest in heats for heat in contest for peer in heat):
                 say("DeepSpeed compiles its extensions")
                 building = build_extensions(extensions)
             contests = []
-            for args.batch, args.seq in batches:
-                contests.append(_hold(args, heats, nvme, extensions, say))
+            for subject, contest in zip(subjects, heats, strict=True):
+                vars(args).update(asdict(subject))
+                contests.append(_hold(args, contest, nvme, extensions, say))
     report = PeersReport(origin, building, contests)
     if args.json:
         print(report.to_json())
@@ -141,12 +156,13 @@ def run(args: argparse.Namespace) -> int:
 def _hold(
     args: argparse.Namespace, heats: list[list[Peer]], nvme: str, extensions: str, say: Callable[[str], None]
 ) -> Contest:
-    """All heats with one batch size."""
+    """All heats of one contest."""
     race = race_of(args)
     results = []
     for number, heat in enumerate(heats, 1):
         names = ", ".join(peer.name for peer in heat)
-        say(f"batch {race.batch} x {race.seq}, heat {number} of {len(heats)}: {names}")
+        what = f"{race.layers} layers x {race.hidden}, batch {race.batch} x {race.seq}"
+        say(f"{what}, heat {number} of {len(heats)}: {names}")
         entrants = (PLAIN, *heat)
         with tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=nvme) as space:
             contenders = [
@@ -159,23 +175,32 @@ def _hold(
     return Contest(race, args.warmup, results)
 
 
-def _chosen(only: str | None) -> list[list[Peer]]:
-    if only is None:
-        return [list(heat) for heat in HEATS]
-    keys = [key.strip() for key in only.split(",") if key.strip()]
+def _chosen(only: str | None, *, is_larger: bool) -> list[list[Peer]]:
+    """The heats of one contest."""
+    keys = [key.strip() for key in only.split(",") if key.strip()] if only is not None else list(PEERS)
     for key in keys:
         if key not in PEERS:
             raise ConfigError(f"--only {only}: {key!r} is not one of {', '.join(PEERS)}")
+    if only is None and is_larger:
+        keys = list(_WITH_LARGER_MODELS)
     return [chosen for heat in HEATS if (chosen := [peer for peer in heat if peer.key in keys])]
 
 
-def _batches(text: str) -> list[tuple[int, int]]:
-    """Sequences and bytes in each, of a list such as 4x256,1x64."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip()) for part in text.split(",")]
-    batches = [(int(match[1]), int(match[2])) for match in found if match]
-    if len(batches) < len(found):
-        raise ConfigError(f"--batches {text}: sequences x bytes in each, with commas between them, as 4x256,1x64")
-    return batches
+def _is_larger(subject: Subject, first: Subject) -> bool:
+    """Any other model than the first is taken to be."""
+    return (subject.layers, subject.hidden) != (first.layers, first.hidden)
+
+
+def _subjects(text: str) -> list[Subject]:
+    """Of a list such as 6x1024:4x256,48x512:1x64."""
+    number = r"([1-9]\d*)"
+    found = [re.fullmatch(f"{number}x{number}:{number}x{number}", part.strip()) for part in text.split(",")]
+    subjects = [Subject(*map(int, match.groups())) for match in found if match]
+    if len(subjects) < len(found):
+        raise ConfigError(
+            f"--contests {text}: blocks x width : sequences x bytes in each, with commas between them, as {_CONTESTS}"
+        )
+    return subjects
 
 
 def make_contender(

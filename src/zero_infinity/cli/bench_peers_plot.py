@@ -1,4 +1,4 @@
-"""The picture of `bench peers`: time of a step and peak memory, side by side; a row for each batch size.
+"""The picture of `bench peers`: time of a step and peak memory, side by side; a row for each contest.
 
 matplotlib is optional.
 """
