@@ -32,12 +32,12 @@ lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (about 8 minutes; results in bench-out)
+bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (5 to 8 minutes; results in bench-out)
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
 	$(BIN)/zero-infinity bench io "$$directory" && \
 	$(BIN)/zero-infinity bench train --nvme "$$directory" --out bench-out
 
-bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (about 25 minutes; needs g++ and libaio's headers)
+bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (16 to 30 minutes; needs g++ and libaio's headers)
 	@echo '#include <libaio.h>' | g++ -x c++ -fsyntax-only - || \
 	echo "no g++ or no libaio.h (Debian: apt-get install g++ libaio-dev): DeepSpeed's rows will be errors"
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \

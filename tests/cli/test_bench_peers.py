@@ -93,18 +93,18 @@ def test_each_model_and_batch_is_a_contest(tmp_path: Path, capsys: pytest.Captur
         assert f"{batch.replace(' layers', '')}: time of a step" in figures._peers_short(found)
 
 
-def test_all_of_them_take_part_with_the_first_model_and_fewer_with_larger_ones() -> None:
-    assert [peer.key for heat in bench_peers._chosen(None, is_larger=False) for peer in heat] == list(PEERS)
-    (heat,) = bench_peers._chosen(None, is_larger=True)
+def test_all_of_them_take_part_with_the_first_model_and_fewer_with_others() -> None:
+    assert [peer.key for heat in bench_peers._chosen(None, is_first_model=True) for peer in heat] == list(PEERS)
+    (heat,) = bench_peers._chosen(None, is_first_model=False)
     assert [peer.key for peer in heat] == ["fits", "1/2", "1/8", "ds-cpu"]
-    (heat,) = bench_peers._chosen("mapped", is_larger=True)
+    (heat,) = bench_peers._chosen("mapped", is_first_model=False)
     assert [peer.key for peer in heat] == ["mapped"]
 
 
 def test_who_is_not_in_a_contest_has_no_figure_in_its_column() -> None:
     def entry(key: str, seconds: float) -> dict[str, object]:
         wall = {"median": seconds, "best": seconds}
-        figures = {"wall": wall, "peak_rss": int(seconds * 2**30), "start_seconds": 1.0}
+        figures = {"seconds": 10 * seconds, "wall": wall, "peak_rss": int(seconds * 2**30), "start_seconds": 1.0}
         return {"key": key, "name": key, "error": None, "changed_lines": 1, "figures": figures}
 
     def contest(layers: int, *entries: dict[str, object]) -> dict[str, object]:

@@ -2,8 +2,9 @@
 
 Owns the variants and the grid: batch sizes, and links of several speeds: the drive, the link to an emulated device and
 the one between ranks, each of this speed (slower ones are emulated: a transfer sleeps until a link of that speed would
-have delivered, which takes no core). In one cell of the grid all variants train the same model in turn, as in `bench
-train`, and every ratio is to the whole engine's step of the same round. Nothing of it is a setting (`bench_variant`).
+have delivered, which takes no core). In one cell of the grid the variants of a group train the same model in turn, as
+in `bench train`, and a ratio is to the step, in the same round, of the variant that it is compared with (`against`).
+Nothing of it is a setting: see `bench_variant`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zero_infinity.units import format_rate, parse_bytes
 from zero_infinity.workload.presets import Shape
 
 _FRACTION = 1 / 8  # of the states: the budget
-_HALF = 1 / 2  # ... where something can be kept from one step to the next: at 1/8 all of it is for what comes next
+_HALF = 1 / 2  # the budget where a cache has something to keep: at 1/8 all memory is for what comes next
 _EPILOG = """\
 examples:
   zero-infinity bench ablations --nvme /mnt/nvme --out bench-out
@@ -101,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
                 for batch in batches:
                     args.batch = batch
                     race = race_of(args)
-                    several = () if args.one_rank or batch % 2 else (TWO_RANKS,)
-                    for variants in (ONE_RANK, HALF, DEVICE, *several):
+                    two_ranks = () if args.one_rank or batch % 2 else (TWO_RANKS,)
+                    for variants in (ONE_RANK, HALF, DEVICE, *two_ranks):
                         say(f"batch {batch}, links {_speed(bytes_per_second)}: {len(variants)} variants")
                         settings = [_setting(variant, race, nvme, bytes_per_second) for variant in variants]
                         contenders = [Contender(race, setting, timeout=args.timeout) for setting in settings]

@@ -41,7 +41,7 @@ from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.workload.presets import Shape
 
-_BUILD_SECONDS = 1800.0  # it takes 4 to 5 minutes on two cores
+_BUILD_SECONDS = 1800.0  # it takes 2 to 6 minutes on two cores
 _BUILD = """
 from deepspeed.accelerator import get_accelerator
 for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "AsyncIOBuilder"):
@@ -100,8 +100,9 @@ HEATS = (
     (Peer("mapped", "by hand: mapped files", "mapped", on_drive=True),),
 )
 PEERS = {peer.key: peer for heat in HEATS for peer in heat}
-# Who is in the contests of further models, which are larger: all of the first heat would not fit in memory.
-_WITH_LARGER_MODELS = ("fits", "1/2", "1/8", "ds-cpu")
+# Who is in the contests of other models than the first: whoever is compared with DeepSpeed's fastest. A whole first
+# heat of a larger model would not fit in memory.
+_WITH_OTHER_MODELS = ("fits", "1/2", "1/8", "ds-cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,10 @@ class Subject:
     hidden: int
     batch: int
     seq: int
+
+    @property
+    def network(self) -> tuple[int, int]:
+        return self.layers, self.hidden
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,13 +130,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--contests", default=_CONTESTS, metavar="LIST", help="blocks x width : sequences x bytes in "
                         f"each ({_CONTESTS})")  # fmt: skip
     parser.add_argument("--only", metavar="LIST", help=f"of {','.join(PEERS)} (all; with models other than the first, "
-                        f"{','.join(_WITH_LARGER_MODELS)})")  # fmt: skip
+                        f"{','.join(_WITH_OTHER_MODELS)})")  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     subjects = _subjects(args.contests)
-    heats = [_chosen(args.only, is_larger=_is_larger(subject, subjects[0])) for subject in subjects]
+    heats = [_chosen(args.only, is_first_model=subject.network == subjects[0].network) for subject in subjects]
     with interruption.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
         origin = provenance(nvme)
         with progress() as say:
@@ -141,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
                 building = build_extensions(extensions)
             contests = []
             for subject, contest in zip(subjects, heats, strict=True):
-                vars(args).update(asdict(subject))
+                vars(args).update(asdict(subject))  # as if they were options: `race_of` takes them from there
                 contests.append(_hold(args, contest, nvme, extensions, say))
     report = PeersReport(origin, building, contests)
     if args.json:
@@ -175,20 +180,15 @@ def _hold(
     return Contest(race, args.warmup, results)
 
 
-def _chosen(only: str | None, *, is_larger: bool) -> list[list[Peer]]:
+def _chosen(only: str | None, *, is_first_model: bool) -> list[list[Peer]]:
     """The heats of one contest."""
     keys = [key.strip() for key in only.split(",") if key.strip()] if only is not None else list(PEERS)
     for key in keys:
         if key not in PEERS:
             raise ConfigError(f"--only {only}: {key!r} is not one of {', '.join(PEERS)}")
-    if only is None and is_larger:
-        keys = list(_WITH_LARGER_MODELS)
+    if only is None and not is_first_model:
+        keys = list(_WITH_OTHER_MODELS)
     return [chosen for heat in HEATS if (chosen := [peer for peer in heat if peer.key in keys])]
-
-
-def _is_larger(subject: Subject, first: Subject) -> bool:
-    """Any other model than the first is taken to be."""
-    return (subject.layers, subject.hidden) != (first.layers, first.hidden)
 
 
 def _subjects(text: str) -> list[Subject]:

@@ -58,7 +58,7 @@ class PeerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Everybody with one batch size. In each heat the first is plain PyTorch."""
+    """Everybody who trains one model with one batch size. In each heat the first is plain PyTorch."""
 
     race: Race
     warmup: int

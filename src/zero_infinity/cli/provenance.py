@@ -54,7 +54,7 @@ def _machine(nvme: str) -> dict[str, object]:
         "cpu": f"{os.cpu_count()} cores {_cpu_name()}",
         "memory": f"{format_bytes(memory.total)} RAM",
         "drive": f"{_file_system(nvme)} drive",
-        "system": f"Linux {platform.release()}" if sys.platform == "linux" else platform.platform(),
+        "system": f"Linux {platform.release().partition('-')[0]}" if sys.platform == "linux" else platform.platform(),
         "python": f"Python {platform.python_version()}",
         "load": f"load {os.getloadavg()[0]:.1f} before",
     }
