@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
 
 WARM_UP = 3  # the first steps record the order
 

@@ -20,8 +20,8 @@ from multiprocessing.synchronize import Event
 
 import torch
 
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
 
 REQUEST = 4 << 20
 FILE = 1 << 30

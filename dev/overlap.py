@@ -22,19 +22,21 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity.runtime import engine, host, placement
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.throttled_device import ThrottledDevice
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
+from zero_infinity import engine
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.params import parameter_store
+from zero_infinity.policy import memory_budget
+from zero_infinity.storage.striped_files import FileDevice
+from zero_infinity.storage.throttled_device import ThrottledDevice
 
 WARM_UP = 3  # the first steps record the order
 
 
 def build(args: argparse.Namespace, config: zi.Config, lookahead: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    shares = (engine._LOOKAHEAD_SHARE, placement._LOOKAHEAD_SHARE)
+    shares = (engine._LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE)
     if not lookahead:
-        engine._LOOKAHEAD_SHARE = placement._LOOKAHEAD_SHARE = 0
+        engine._LOOKAHEAD_SHARE = memory_budget._LOOKAHEAD_SHARE = 0
     try:
         torch.manual_seed(0)
         model = ByteGPT(Shape(layers=args.layers, hidden=args.hidden, heads=4, seq=args.seq))
@@ -44,7 +46,7 @@ def build(args: argparse.Namespace, config: zi.Config, lookahead: bool) -> tuple
             place = zi.EmulatedAccelerator(num_bytes // 2, bytes_per_second=args.bandwidth * 1e6)
         return zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config, accelerator=place)
     finally:
-        engine._LOOKAHEAD_SHARE, placement._LOOKAHEAD_SHARE = shares
+        engine._LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE = shares
 
 
 def step(
@@ -78,7 +80,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory(dir=".") as directory:
         if args.slow == "drive":
-            host.FileDevice = lambda paths: ThrottledDevice(FileDevice(paths), args.bandwidth * 1e6)  # type: ignore[misc, assignment]
+            parameter_store.FileDevice = lambda paths: ThrottledDevice(FileDevice(paths), args.bandwidth * 1e6)  # type: ignore[misc, assignment]
             config = zi.Config(memory=args.memory, nvme=directory, stage=3)
         else:
             config = zi.Config(memory="256MiB", stage=3)

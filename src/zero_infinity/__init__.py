@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.errors import TransferError as TransferError
     from zero_infinity.errors import UsageError as UsageError
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
-    from zero_infinity.runtime.accelerator import EmulatedAccelerator as EmulatedAccelerator
-    from zero_infinity.runtime.stats import Stats as Stats
+    from zero_infinity.stats import Stats as Stats
+    from zero_infinity.tiers.accelerator import EmulatedAccelerator as EmulatedAccelerator
 
 __version__ = "0.1.0"
 
@@ -49,8 +49,8 @@ _EXPORTS = {
     "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
     "ZeroInfinityError",
-    "runtime.accelerator": "EmulatedAccelerator",
-    "runtime.stats": "Stats",
+    "tiers.accelerator": "EmulatedAccelerator",
+    "stats": "Stats",
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

@@ -18,22 +18,22 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from zero_infinity.checkpoint.exporting import Exporting
-from zero_infinity.checkpoint.loading import Loading
-from zero_infinity.checkpoint.meter import Progress
-from zero_infinity.checkpoint.pretrained import Pretrained
-from zero_infinity.checkpoint.saving import Saving
+from zero_infinity.checkpoint.export import WeightExport
+from zero_infinity.checkpoint.load import CheckpointLoad
+from zero_infinity.checkpoint.pretrained import PretrainedLoad
+from zero_infinity.checkpoint.progress_meter import Progress
+from zero_infinity.checkpoint.save import CheckpointSave
+from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
+from zero_infinity.deferred_init import DeferredInit
+from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import UsageError
-from zero_infinity.runtime.accelerator import Place, TorchAccelerator
-from zero_infinity.runtime.construction import Construction
-from zero_infinity.runtime.engine import TrainingEngine
-from zero_infinity.runtime.host import ParameterHost, host_of
-from zero_infinity.runtime.optimizer import StreamedOptimizer
-from zero_infinity.runtime.parked import managed
-from zero_infinity.runtime.stats import Stats
-from zero_infinity.runtime.unit import ManagedParameter
-from zero_infinity.shard.group import find_group
+from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
+from zero_infinity.params.offloaded_param import managed
+from zero_infinity.params.parameter_store import ParameterStore, store_of
+from zero_infinity.params.unit import ManagedParameter
+from zero_infinity.stats import Stats
+from zero_infinity.tiers.accelerator import ComputeDevice, TorchAccelerator
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,7 +43,7 @@ def prepare(
     optimizer: Optimizer,
     config: Config | None = None,
     *,
-    accelerator: Place | None = None,
+    accelerator: ComputeDevice | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
@@ -55,7 +55,7 @@ def prepare(
     part of the inputs of recomputed blocks.
     `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
     """
-    if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _hosts(model)):
+    if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _stores(model)):
         raise UsageError(
             "this model, or another one from the same zi.init, is prepared already\n"
             "  fix:   call zi.prepare once for each model, with a plain optimizer; one zi.init for each model"
@@ -77,7 +77,7 @@ def init(config: Config | None = None, *, group: ProcessGroup | DeviceMesh | Non
     Values are those of a plain construction with the same seed. Give the same config to `prepare` afterwards.
     Of the ranks of `group` (or of the default group) each keeps its part; all have to seed alike.
     """
-    construction = Construction(config or Config(), find_group(group))
+    construction = DeferredInit(config or Config(), find_group(group))
     handles = (
         register_module_parameter_registration_hook(construction),
         register_module_module_registration_hook(construction.registered),
@@ -102,11 +102,11 @@ def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> I
         parameters = [parameters]
     elif isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    by_host: dict[ParameterHost, list[ManagedParameter]] = {}
+    by_host: dict[ParameterStore, list[ManagedParameter]] = {}
     for parameter in parameters:
         known = managed(parameter)
         if known is not None:
-            by_host.setdefault(host_of(known), []).append(known)
+            by_host.setdefault(store_of(known), []).append(known)
     with ExitStack() as stack:
         for host, members in by_host.items():
             stack.enter_context(host.gathered(members))
@@ -119,7 +119,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     Returns the norm before clipping. `max_grad_norm` in the config does the same without a call.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    engines = {host_of(known).training for p in listed if (known := managed(p)) is not None}
+    engines = {store_of(known).training for p in listed if (known := managed(p)) is not None}
     engine = engines.pop() if len(engines) == 1 else None
     if engine is None:
         raise UsageError(
@@ -150,7 +150,7 @@ def save(
     On several ranks: all of them call it, with a path that all of them see.
     """
     engine = _engine_of_both(model, optimizer)
-    saving = Saving(model, engine, with_optimizer=optimizer is not None)
+    saving = CheckpointSave(model, engine, with_optimizer=optimizer is not None)
     return saving.write(Path(path), extra or {}, keep, background=background, progress=progress)
 
 
@@ -170,7 +170,7 @@ def load(
     `zi.save`.
     """
     engine = _engine_of_both(model, optimizer)
-    loading = Loading(model, engine, with_optimizer=optimizer is not None, strict=strict)
+    loading = CheckpointLoad(model, engine, with_optimizer=optimizer is not None, strict=strict)
     return loading.read(Path(path), extra or {}, progress)
 
 
@@ -183,13 +183,13 @@ def load_pretrained(
     are converted as `from_pretrained` of transformers does. Master copies are set, the optimizer's states stay as they
     are. Inside of `zi.init`, too, once the model is made. `progress` as in `zi.save`.
     """
-    hosts = _hosts(model)
+    hosts = _stores(model)
     if len(hosts) != 1:
         raise UsageError(
             "this model was neither prepared nor built inside of zi.init\n"
             "  fix:   zi.prepare(model, optimizer, config) first; or from_pretrained, if it fits in memory"
         )
-    Pretrained(model, hosts[0], strict=strict).read(Path(path), progress)
+    PretrainedLoad(model, hosts[0], strict=strict).read(Path(path), progress)
 
 
 def export(
@@ -205,7 +205,7 @@ def export(
     written with all the bits that there are. On several ranks: all of them call it. `progress` as in `zi.save`, for
     what this rank puts aside; and once more, from 0, on the first rank, which makes the files out of it.
     """
-    Exporting(model, engine_of(model)).write(Path(directory), dtype, progress)
+    WeightExport(model, engine_of(model)).write(Path(directory), dtype, progress)
 
 
 def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:
@@ -247,17 +247,17 @@ def close(model: nn.Module) -> None:
 
 def engine_of(model: nn.Module) -> TrainingEngine:
     """The engine of a prepared model."""
-    for host in _hosts(model):
+    for host in _stores(model):
         if isinstance(host.training, TrainingEngine):
             return host.training
     raise UsageError("this model is not prepared\n  fix:   zi.prepare(model, optimizer, config)")
 
 
-def _hosts(model: nn.Module) -> list[ParameterHost]:
+def _stores(model: nn.Module) -> list[ParameterStore]:
     known = (managed(parameter) for parameter in model.parameters())
-    return list(dict.fromkeys(host_of(m) for m in known if m is not None))
+    return list(dict.fromkeys(store_of(m) for m in known if m is not None))
 
 
-def _find_accelerator() -> Place | None:
+def _find_accelerator() -> ComputeDevice | None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return TorchAccelerator(device) if device is not None else None

@@ -55,7 +55,7 @@ class Category(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     name: str  # of the module
     category: str
     lane: str  # of a thread, or of a link
@@ -65,7 +65,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MemorySample:
     """Bytes that a tier holds from this moment on."""
 
     tier: str
@@ -105,12 +105,12 @@ class Trace:
         events.append((tier, time, num_bytes))
 
     @property
-    def spans(self) -> Iterator[Span]:
-        return (Span(*event) for event in list(self._events) if len(event) == 6)
+    def spans(self) -> Iterator[TraceSpan]:
+        return (TraceSpan(*event) for event in list(self._events) if len(event) == 6)
 
     @property
-    def samples(self) -> Iterator[Sample]:
-        return (Sample(*event) for event in list(self._events) if len(event) == 3)
+    def samples(self) -> Iterator[MemorySample]:
+        return (MemorySample(*event) for event in list(self._events) if len(event) == 3)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write Chrome trace JSON; events one a line, so that a large file can be read as text.
@@ -138,7 +138,7 @@ class Trace:
         file.write("\n]}\n")
 
 
-def _chrome_events(spans: list[Span], samples: Iterator[Sample]) -> Iterator[str]:
+def _chrome_events(spans: list[TraceSpan], samples: Iterator[MemorySample]) -> Iterator[str]:
     """JSON, put together by hand: more than twice as fast, and the names are few."""
     quoted = functools.cache(json.dumps)
     rows, names = _rows(spans)
@@ -159,7 +159,7 @@ def _chrome_events(spans: list[Span], samples: Iterator[Sample]) -> Iterator[str
         )
 
 
-def _rows(spans: list[Span]) -> tuple[list[int], list[str]]:
+def _rows(spans: list[TraceSpan]) -> tuple[list[int], list[str]]:
     """A row for each span, and the lane of each row (from 1 on).
 
     Viewers want the spans of a row one after the other. Of a lane's spans that are under way at once (four requests at

@@ -14,11 +14,11 @@ import zero_infinity as zi
 from zero_infinity.cli import bench_ablations, bench_variant
 from zero_infinity.cli.bench_variant import leave_out
 from zero_infinity.cli.main import main
-from zero_infinity.runtime import host
-from zero_infinity.schedule.policy import Decision, Policy
-from zero_infinity.shard.wire import Topic, Wire
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.params import parameter_store
+from zero_infinity.policy.cache_policy import CachePolicy, Decision
 
 TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=100".split()  # noqa: SIM905 - as typed
 
@@ -26,10 +26,10 @@ TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=100".spl
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a variant changes is put back."""
-    monkeypatch.setattr(Policy, "_look_ahead", Policy._look_ahead)
-    monkeypatch.setattr(Policy, "access", Policy.access)
-    monkeypatch.setattr(host, "FileDevice", host.FileDevice)
-    monkeypatch.setattr(Wire, "_note", Wire._note)
+    monkeypatch.setattr(CachePolicy, "_look_ahead", CachePolicy._look_ahead)
+    monkeypatch.setattr(CachePolicy, "access", CachePolicy.access)
+    monkeypatch.setattr(parameter_store, "FileDevice", parameter_store.FileDevice)
+    monkeypatch.setattr(Channel, "_note", Channel._note)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -63,16 +63,16 @@ def test_without_a_cache_everything_is_read_every_time_and_the_losses_are_equal(
 def test_without_prefetch_nothing_is_fetched_ahead(tmp_path: Path) -> None:
     losses, _ = train(tmp_path)
     decisions: list[Decision] = []
-    plain_access = Policy.access
+    plain_access = CachePolicy.access
 
-    def watched(policy: Policy, block: int) -> Decision:
+    def watched(policy: CachePolicy, block: int) -> Decision:
         decision = plain_access(policy, block)
         assert decision.fetch in ((), (block,))
         decisions.append(decision)
         return decision
 
     leave_out(["prefetch"])
-    Policy.access = watched  # type: ignore[method-assign]
+    CachePolicy.access = watched  # type: ignore[method-assign]
     assert train(tmp_path)[0] == losses
     assert any(decision.fetch for decision in decisions)
 
@@ -87,12 +87,12 @@ def test_a_slow_drive_is_slow(tmp_path: Path) -> None:
 
 def test_what_a_rank_sends_takes_its_time_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
-    monkeypatch.setattr(bench_variant, "_note", lambda wire, topic, start, num_bytes: noted.append(num_bytes))
+    monkeypatch.setattr(bench_variant, "_note", lambda channel, topic, start, num_bytes: noted.append(num_bytes))
     leave_out([], bytes_per_second=20e6)
-    wire = object.__new__(Wire)
+    channel = object.__new__(Channel)
     start = time.perf_counter()
     for _ in range(2):
-        wire._note(Topic("gather", 1, "a layer"), start, 2_000_000)
+        channel._note(Topic("gather", 1, "a layer"), start, 2_000_000)
     assert time.perf_counter() - start >= 0.2
     assert noted == [2_000_000, 2_000_000]
 

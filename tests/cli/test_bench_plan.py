@@ -8,7 +8,7 @@ import pytest
 from zero_infinity.cli import bench_plan
 from zero_infinity.cli.bench_plan_run import Configuration
 from zero_infinity.cli.main import main
-from zero_infinity.workload.presets import Shape
+from zero_infinity.models.presets import Shape
 
 TINY = Shape(layers=4, hidden=192, heads=4, seq=32)  # 21 MiB of states
 

@@ -47,7 +47,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_imports_neither_torch_nor_a_command() -> None:
     code = (
         "import sys; from zero_infinity.cli.main import main; main(['--help']); "
-        "sys.exit(any(m == 'torch' or m == 'rich' or m.startswith('zero_infinity.store') for m in sys.modules))"
+        "sys.exit(any(m == 'torch' or m == 'rich' or m.startswith('zero_infinity.storage') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 

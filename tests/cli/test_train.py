@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from zero_infinity import Config, StorageError
-from zero_infinity.cli import training
-from zero_infinity.cli.interruption import Interruption, watched
+from zero_infinity.cli import training_loop
 from zero_infinity.cli.main import main
 from zero_infinity.cli.progress import JsonProgress, PlainProgress, Step, TerminalProgress, choose
+from zero_infinity.cli.signals import SignalWatch, watched
 from zero_infinity.cli.summary import Summary
-from zero_infinity.workload.text import ByteBatches
+from zero_infinity.models.text import ByteBatches
 
 TINY = ["--layers", "6", "--hidden", "64", "--heads", "2", "--seq", "32", "--batch", "8", "--warmup", "2"]
 TIGHT = ["--memory", "768KiB"]
@@ -257,15 +257,15 @@ def test_an_error_in_the_middle_leaves_nothing(
 
 
 def test_a_loss_that_is_no_number_stops(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "_workload", _diverging(training._workload))
+    monkeypatch.setattr(training_loop, "_workload", _diverging(training_loop._workload))
     assert main(["train", *TINY, "--steps", "5", "--nvme", "none"]) == 2
     assert "the loss is nan at step 1: training has diverged\n  fix:   --lr 0.0001" in capsys.readouterr().err
 
 
 def _diverging(make: Any) -> Any:
-    def replaced(job: training.Job) -> Any:
+    def replaced(job: training_loop.TrainJob) -> Any:
         workload = make(job)
-        return training._Workload(workload.build, lambda *args: workload.loss(*args) * float("nan"), workload.seq)
+        return training_loop._Workload(workload.build, lambda *args: workload.loss(*args) * float("nan"), workload.seq)
 
     return replaced
 
@@ -295,7 +295,7 @@ def test_a_signal_before_the_first_step_ends_at_once(
         assert len(os.listdir(here)) == 1
         signal.raise_signal(number)
 
-    monkeypatch.setattr(training, "build_context", interrupted)
+    monkeypatch.setattr(training_loop, "build_context", interrupted)
     if number == signal.SIGINT:
         assert main(["train", *TINY]) == code
     else:
@@ -316,7 +316,7 @@ def test_a_second_signal_does_not_wait_for_the_step() -> None:
         with pytest.raises(SystemExit):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-    assert Interruption().exit_code == 0
+    assert SignalWatch().exit_code == 0
 
 
 def test_help_has_an_example_and_imports_no_torch() -> None:

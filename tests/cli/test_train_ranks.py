@@ -18,7 +18,7 @@ import pytest
 import torch
 from support.rank_command import SECONDS, Running
 
-from zero_infinity.workload import text
+from zero_infinity.models import text
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
 TIGHT = ["--memory", "1300KiB", "--nvme", "swap"]

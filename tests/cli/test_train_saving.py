@@ -21,12 +21,12 @@ from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import zero_infinity as zi
-from zero_infinity.cli import progress, transfers
+from zero_infinity.cli import progress, transfer_progress
 from zero_infinity.cli.main import main
+from zero_infinity.models import text
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import preset
 from zero_infinity.units import format_bytes
-from zero_infinity.workload import text
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import preset
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
 TIGHT = ["--memory", "768KiB"]
@@ -102,9 +102,9 @@ def test_how_far_it_is_is_shown(
 def test_the_rate_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute before the first byte, in which transformers is imported, is no sign of a slow drive."""
     times = iter([0.0, 60.0, 62.0])
-    monkeypatch.setattr(transfers.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(transfer_progress.time, "perf_counter", lambda: next(times))
     lines: list[str] = []
-    shown = transfers.Shown("loading", 0.0, lambda transfer: lines.append(transfer.line))
+    shown = transfer_progress.Shown("loading", 0.0, lambda transfer: lines.append(transfer.line))
     shown(2_000_000, 10_000_000)
     shown(6_000_000, 10_000_000)
     assert "  0 MB/s  " in lines[0]
@@ -286,7 +286,7 @@ def test_after_a_lost_rank_a_restart_goes_on_from_the_last_checkpoint(here: Path
 _DYING = """
 import os, signal, sys
 from zero_infinity.cli.main import main
-from zero_infinity.workload import text
+from zero_infinity.models import text
 real = text.ByteBatches.__next__
 def take(self):
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.position) == ("1", "0", 3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.compare import nothing_left
 
-from zero_infinity.runtime import placement
+from zero_infinity.policy import memory_budget
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -28,8 +28,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
-    monkeypatch.setattr(placement, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,10 +30,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_infinity as zi
-from zero_infinity.runtime import engine as engine_module
-from zero_infinity.runtime import parked
-from zero_infinity.runtime.sources import ComputeCache
-from zero_infinity.runtime.unit import Unit
+from zero_infinity import engine as engine_module
+from zero_infinity.params import offloaded_param
+from zero_infinity.params.unit import Unit
+from zero_infinity.tiers.device_cache import DeviceCache
 
 FAST = {"bytes_per_second": 1e12, "latency_seconds": 0.0}
 
@@ -288,7 +288,7 @@ def asked_for_in_time(tmp_path: Path) -> float:
         following = index + 1 if phase == "forward" else index
         if following < depth:
             cache = unit(following).the_source()
-            assert isinstance(cache, ComputeCache)
+            assert isinstance(cache, DeviceCache)
             found.append(unit(following) in cache._copies.get(unit(following).the_block().key, {}))
 
     layers = [Layer(width, functools.partial(look, index)) for index in range(depth)]
@@ -298,7 +298,7 @@ def asked_for_in_time(tmp_path: Path) -> float:
     model, optimizer = zi.prepare(nn.Sequential(*layers), sgd(nn.Sequential(*layers)), config, accelerator=accelerator)
 
     def unit(index: int) -> Unit:
-        known = parked.managed(layers[index].linear.weight)
+        known = offloaded_param.managed(layers[index].linear.weight)
         assert known is not None
         return known.unit
 

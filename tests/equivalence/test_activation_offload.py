@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero_infinity as zi
+from zero_infinity.activations import offload
 from zero_infinity.api import engine_of
-from zero_infinity.plan.infinity import Transformer
-from zero_infinity.runtime import activations
+from zero_infinity.planner.infinity_equations import Transformer
 
 BOTH: list[dict[str, Any]] = [
     {"checkpoint_activations": True, "offload_activations": True},
@@ -49,7 +49,7 @@ NAMES = ["checkpoints", "all", "mixed", "arena"]
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved tensors of half a KiB are moved like large ones."""
-    monkeypatch.setattr(activations, "_SMALL_BYTES", 512)
+    monkeypatch.setattr(offload, "_SMALL_BYTES", 512)
 
 
 def room(make: Callable[[], nn.Module], setting: Setting, **config: Any) -> int:
@@ -121,7 +121,7 @@ def test_an_input_that_is_changed_in_place_is_another_one(how: dict[str, Any], t
 @pytest.mark.parametrize("how", [{}, {"checkpoint_activations": True}, {"offload_activations": "all"}])
 def test_a_saved_tensor_that_was_changed_since(how: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     """torch's own error, or (what is kept elsewhere is a copy) the right gradient; never another one."""
-    monkeypatch.setattr(activations, "_SMALL_BYTES", 512 if "offload_activations" in how else 1 << 30)
+    monkeypatch.setattr(offload, "_SMALL_BYTES", 512 if "offload_activations" in how else 1 << 30)
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(2)])
     leaf = vectors()(0).requires_grad_()
@@ -306,8 +306,8 @@ def test_bytes_are_those_of_the_equation(depth: int, interval: int, tmp_path: Pa
     """2 * bsz * seq * hd * nl / ci, in 16 bits."""
     batch, seq, hidden = 4, 16, 64
     equation = Transformer(depth, hidden, heads=1, seq=seq, interval=interval).checkpoint_bytes(batch)
-    for offload in (True, "arena"):
-        config = zi.Config(memory="512KiB", nvme=tmp_path, checkpoint_activations=interval, offload_activations=offload)
+    for where in (True, "arena"):
+        config = zi.Config(memory="512KiB", nvme=tmp_path, checkpoint_activations=interval, offload_activations=where)
         model, optimizer = zi.prepare(*made(lambda: only_layers(depth, hidden).bfloat16()), config)
         for number in range(2):
             mean_square(model, sequences(hidden, seq, batch)(number).bfloat16()).backward()
@@ -321,16 +321,16 @@ def test_back_in_reverse_order_ahead_of_backward(tmp_path: Path, monkeypatch: py
         *made(lambda: only_layers(depth, 64)),
         zi.Config(memory="256KiB", nvme=tmp_path, checkpoint_activations=True, offload_activations=True),
     )
-    residency = engine_of(model).residency
+    host_cache = engine_of(model).host_cache
     seen: list[tuple[int, bool, bool]] = []
-    access = residency.access
+    access = host_cache.access
 
     def watched(block: Any) -> None:
         if block.name == "a saved tensor":
-            seen.append((block.key, block.has_content, block.key in residency.policy))
+            seen.append((block.key, block.has_content, block.key in host_cache.policy))
         access(block)
 
-    monkeypatch.setattr(residency, "access", watched)
+    monkeypatch.setattr(host_cache, "access", watched)
     for _ in range(5):
         seen.clear()
         read = zi.stats(model).bytes_read
@@ -353,11 +353,11 @@ def test_the_arena_is_constant_and_grows_with_what_is_needed() -> None:
         mean_square(model, sequences(64, 16, rows)(0)).backward()
         optimizer.step()
         sizes.append(zi.stats(model).activation_bytes)
-        arenas.append(engine_of(model).activations.shelf._memory)  # type: ignore[union-attr]
+        arenas.append(engine_of(model).activations.storage._memory)  # type: ignore[union-attr]
     one = 4 * 16 * 64 * 4
     assert sizes == [2 * one, 2 * one, 4 * one, 4 * one, 4 * one, 4 * one]
     assert len({arena.data_ptr() for arena in arenas}) == 2
-    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
+    assert engine_of(model).activations.storage.held_bytes == 0  # type: ignore[union-attr]
 
 
 def test_blocks_are_used_again_and_the_order_repeats(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_blocks_are_used_again_and_the_order_repeats(tmp_path: Path) -> None:
     assert deviations[-1] == deviations[-2] == deviations[-3]
     assert written[-1] > written[-2]
     assert stats.memory_peak <= stats.memory_budget
-    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
+    assert engine_of(model).activations.storage.held_bytes == 0  # type: ignore[union-attr]
 
 
 def test_other_sizes_in_each_step_do_not_pile_up(tmp_path: Path) -> None:
@@ -470,6 +470,6 @@ def test_a_forward_that_fails_gives_everything_back(tmp_path: Path) -> None:
     handle.remove()
     mean_square(model, vectors()(0)).backward()
     optimizer.step()
-    assert engine_of(model).activations.shelf.held_bytes == 0  # type: ignore[union-attr]
+    assert engine_of(model).activations.storage.held_bytes == 0  # type: ignore[union-attr]
     # Blocks of a forward that failed were free again for the next.
     assert zi.stats(model).activation_bytes == 4 * 8 * 32 * 4

@@ -43,8 +43,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zero_infinity as zi
-from zero_infinity.runtime import recompute
-from zero_infinity.runtime.stacks import find_stacks
+from zero_infinity.activations import recompute
+from zero_infinity.activations.block_finder import find_stacks
 
 
 class Layer(nn.Module):

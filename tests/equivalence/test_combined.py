@@ -22,7 +22,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import zero_infinity as zi
-from zero_infinity.runtime import activations
+from zero_infinity.activations import offload
 
 CLOSE = 1e-11
 MAX_NORM = 0.05
@@ -132,7 +132,7 @@ def compare(
         loop(run)
 
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(activations, "_SMALL_BYTES", 256)
+        patched.setattr(offload, "_SMALL_BYTES", 256)
         warnings.simplefilter("ignore", zi.ConfigWarning)  # that there is no room for some
         found = run_prepared(make, script, sgd, zi.Config(memory=memory, nvme=directory if nvme else None, **config))
     plain = run_plain(make, loop, sgd)
@@ -152,7 +152,7 @@ def compare(
 def test_tiles_with_every_home_of_activations(
     offload: bool | str, interval: bool | int, nvme: bool, tmp_path: Path
 ) -> None:
-    """With accumulation, then with clipping; with room for activations, then with none."""
+    """With accumulation, then with clipping; with room for offload, then with none."""
     if offload in (True, "arena") and not interval:
         with pytest.raises(zi.ConfigError, match="checkpoint_activations=True"):
             zi.Config(offload_activations=offload)

@@ -36,7 +36,8 @@ from support.programs import Model, Program, loss_of, programs
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity.runtime import activations, placement
+from zero_infinity.activations import offload
+from zero_infinity.policy import memory_budget
 
 # The profiles of tests/conftest.py are for examples that take milliseconds.
 NUM_EXAMPLES = 40 if settings.default.max_examples <= 50 else settings.default.max_examples
@@ -191,11 +192,11 @@ rooms = st.builds(
 )
 @given(program=programs(), loop=loops, room=rooms)
 def test_a_random_model(program: Program, loop: Loop, room: Room, tmp_path_factory: pytest.TempPathFactory) -> None:
-    small = room.saved if room.saved is not None else activations._SMALL_BYTES
+    small = room.saved if room.saved is not None else offload._SMALL_BYTES
     with (
         nothing_left(),
-        mock.patch.multiple(placement, **dict(room.constants)),
-        mock.patch.object(activations, "_SMALL_BYTES", small),
+        mock.patch.multiple(memory_budget, **dict(room.constants)),
+        mock.patch.object(offload, "_SMALL_BYTES", small),
         warnings.catch_warnings(action="ignore", category=zi.ConfigWarning),  # no room for some saved tensors
     ):
         check(program, loop, room, tmp_path_factory.getbasetemp())

@@ -16,7 +16,7 @@ from support.compare import (
     adamw,
     assert_identical,
     budget_bytes,
-    is_parked,
+    is_offloaded,
     run_plain,
     run_prepared,
     same_bits,
@@ -30,8 +30,8 @@ from torch.nn.modules import module as torch_module
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig
 
 import zero_infinity as zi
-from zero_infinity.runtime import parked
-from zero_infinity.runtime.host import host_of
+from zero_infinity.params import offloaded_param
+from zero_infinity.params.parameter_store import store_of
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -193,7 +193,9 @@ def test_built_as_plain_and_trained_as_plain(name: str, setting: Setting, tmp_pa
     model = build(case.make, config)
     assert torch.equal(torch.get_rng_state(), expected_state), "random numbers were drawn differently"
     # Parameters of lazy modules are made without being registered again; prepare takes them in.
-    _check_same(expected, model, plain=[n for n, p in model.named_parameters() if name == "lazy" and not is_parked(p)])
+    _check_same(
+        expected, model, plain=[n for n, p in model.named_parameters() if name == "lazy" and not is_offloaded(p)]
+    )
     del expected
 
     script = training(case.batch, case.loss, num_steps=4)
@@ -202,7 +204,7 @@ def test_built_as_plain_and_trained_as_plain(name: str, setting: Setting, tmp_pa
 
 
 def _check_same(expected: nn.Module, model: nn.Module, plain: Collection[str] = ()) -> None:
-    """The same values; parked, but for those in `plain`."""
+    """The same values; offloaded_param, but for those in `plain`."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     for (name, value), (found_name, found) in zip(
         expected.named_parameters(remove_duplicate=False), parameters, strict=True
@@ -210,8 +212,8 @@ def _check_same(expected: nn.Module, model: nn.Module, plain: Collection[str] = 
         assert name == found_name
         assert (value.shape, value.dtype, value.requires_grad) == (found.shape, found.dtype, found.requires_grad)
         assert same_bits(value, found), name
-        expected_parked = found.is_floating_point() and found.numel() > 0 and name not in plain
-        assert is_parked(found) == expected_parked, f"{name} is {'not ' * expected_parked}parked"
+        expected_offloaded = found.is_floating_point() and found.numel() > 0 and name not in plain
+        assert is_offloaded(found) == expected_offloaded, f"{name} is {'not ' * expected_offloaded}offloaded"
     for (name, value), (_, found) in zip(expected.named_buffers(), model.named_buffers(), strict=True):
         assert same_bits(value, found), name
     # The same parameters are shared as in the plain model.
@@ -226,7 +228,7 @@ def _sharing(model: nn.Module) -> list[list[str]]:
 
 
 def test_a_parametrization_inside_the_block(tmp_path: Path) -> None:
-    """Right after the layer is made: its parameters are not parked yet."""
+    """Right after the layer is made: its parameters are not offloaded yet."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -319,7 +321,7 @@ def test_a_model_that_does_not_fit_in_ram_says_so(tmp_path: Path) -> None:
 def test_a_model_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
     with all_given_back():
         model = build(mlp, zi.Config(memory="64KiB", nvme=tmp_path))
-        assert is_parked(model[0].weight)
+        assert is_offloaded(model[0].weight)
         del model
     assert not list(tmp_path.iterdir())
 
@@ -461,7 +463,7 @@ def test_a_replaced_parameter_that_nobody_holds_is_given_back(tmp_path: Path) ->
     config = zi.Config(memory="1MiB", nvme=tmp_path)
     with zi.init(config):
         model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
-        host = host_of(parked.managed(model[0].weight))
+        host = store_of(offloaded_param.managed(model[0].weight))
         model[0].weight = model[1].weight
     assert len(host.units) == 2
     zi.prepare(model, adamw(model), config)

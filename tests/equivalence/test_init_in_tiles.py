@@ -21,10 +21,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 import zero_infinity as zi
-from zero_infinity.runtime import parked, tiled_edit
-from zero_infinity.runtime.host import host_of
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.params import offloaded_param
+from zero_infinity.params.parameter_store import store_of
+from zero_infinity.tiling import tiled_init
 
 WORDS = 701
 
@@ -104,7 +105,8 @@ def test_built_and_trained(name: str, changes: dict[str, Any], tmp_path: Path) -
     assert cut
     assert_same_values(case.make, model)
     assert (
-        host_of(next(m for p in model.parameters() if (m := parked.managed(p)))).store.pool.peak_bytes <= MEMORY[name]
+        store_of(next(m for p in model.parameters() if (m := offloaded_param.managed(p)))).store.pool.peak_bytes
+        <= MEMORY[name]
     )
     script = training(case.batch, case.loss, num_steps=3)
     found = run_prepared(lambda: model, script, sgd, config)
@@ -173,7 +175,7 @@ def test_random_numbers_in_any_tiles(
         return layer
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tiled_edit, "_AT_ONCE", at_once)
+        patched.setattr(tiled_init, "_AT_ONCE", at_once)
         model = built(make, zi.Config(memory="4MiB", tile_above=8 * width * tile))
     assert bool(tiled(model)) == (num_rows > tile)
     assert_same_values(make, model)
@@ -231,7 +233,7 @@ def test_copies_forwards_and_edits_before_it_is_prepared(tmp_path: Path) -> None
 def test_a_tied_weight_that_was_replaced_is_given_back(tmp_path: Path) -> None:
     config = zi.Config(memory="64KiB", nvme=tmp_path, tile_above="4KiB")
     model = built(TiedHead, config)
-    host = host_of(parked.managed(model.head.weight))  # type: ignore[arg-type]
+    host = store_of(offloaded_param.managed(model.head.weight))  # type: ignore[arg-type]
     before = len(host.units)
     gc.collect()
     zi.prepare(model, sgd(model), config)

@@ -19,15 +19,15 @@ from support.compare import FITS, HALF, MINIMAL, Divergence, Run, Script, Settin
 from support.models import mean_square, mlp, vectors
 from torch import nn
 
-from zero_infinity.runtime import gradients as gradients_module
-from zero_infinity.runtime.exposure import Exposure
-from zero_infinity.runtime.gradients import Gradients
-from zero_infinity.runtime.jobs import Update
-from zero_infinity.runtime.unit import Unit
-from zero_infinity.schedule.policy import Policy
-from zero_infinity.store.blocks import BlockStore
-from zero_infinity.store.buffers import BufferPool
-from zero_infinity.store.engine import Direction
+from zero_infinity.optim import gradient_flow as gradients_module
+from zero_infinity.optim.gradient_flow import GradientFlow
+from zero_infinity.optim.update_jobs import UnitUpdate
+from zero_infinity.params.unit import Unit
+from zero_infinity.params.unshard import Unsharder
+from zero_infinity.policy.cache_policy import CachePolicy
+from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.storage.buffer_pool import BufferPool
+from zero_infinity.storage.io_types import Direction
 
 Mutation = Callable[[], AbstractContextManager[Any]]
 
@@ -113,26 +113,26 @@ def drops_a_gradient() -> AbstractContextManager[Any]:
     due = Counter(9)
 
     def make(take: Any) -> Any:
-        def faulty(self: Gradients, parameter: Any, gradient: torch.Tensor) -> None:
+        def faulty(self: GradientFlow, parameter: Any, gradient: torch.Tensor) -> None:
             if not due.is_due():
                 take(self, parameter, gradient)
 
         return faulty
 
-    return replaced(Gradients, "take", make)
+    return replaced(GradientFlow, "take", make)
 
 
 def forgets_what_was_accumulated() -> AbstractContextManager[Any]:
     """The second gradient of a step replaces the first."""
 
     def make(retain: Any) -> Any:
-        def faulty(self: Gradients, parameter: Any, flat: torch.Tensor) -> None:
+        def faulty(self: GradientFlow, parameter: Any, flat: torch.Tensor) -> None:
             self._retained.discard(parameter)
             retain(self, parameter, flat)
 
         return faulty
 
-    return replaced(Gradients, "_retain", make)
+    return replaced(GradientFlow, "_retain", make)
 
 
 def keeps_the_first_settings() -> AbstractContextManager[Any]:
@@ -152,19 +152,19 @@ def skips_a_chunk() -> AbstractContextManager[Any]:
     due = Counter(15)
 
     def make(update: Any) -> Any:
-        def faulty(self: Update, segment: Any, chunk: Any, values: Any, states: Any, gradient: Any) -> Any:
+        def faulty(self: UnitUpdate, segment: Any, chunk: Any, values: Any, states: Any, gradient: Any) -> Any:
             if due.is_due():
                 values = values.clone()
             return update(self, segment, chunk, values, states, gradient)
 
         return faulty
 
-    return replaced(Update, "_update_segment", make)
+    return replaced(UnitUpdate, "_update_segment", make)
 
 
 def loses_edits() -> AbstractContextManager[Any]:
     """What the user writes to a parameter is not taken to be newer than what is stored."""
-    return mock.patch.object(Exposure, "keep", lambda self, parameter: None)
+    return mock.patch.object(Unsharder, "keep", lambda self, parameter: None)
 
 
 def updates_under_saved_values() -> AbstractContextManager[Any]:
@@ -174,7 +174,7 @@ def updates_under_saved_values() -> AbstractContextManager[Any]:
     def mutated() -> Iterator[None]:
         with (
             mock.patch.object(Unit, "is_saved", property(lambda _: False)),
-            mock.patch("zero_infinity.runtime.sources.HostSource.aliased", lambda *_: False),
+            mock.patch("zero_infinity.tiers.device_cache.HostUnits.aliased", lambda *_: False),
         ):
             yield
 
@@ -261,7 +261,7 @@ def test_a_policy_that_evicts_at_random_changes_no_number(tmp_path: Path) -> Non
     state = torch.Generator().manual_seed(0)
 
     def make(rank: Any) -> Any:
-        def shuffled(self: Policy, block: int) -> None:
+        def shuffled(self: CachePolicy, block: int) -> None:
             rank(self, block)
             # A wrong next use in the heap is a stale entry at worst; a wrong one in both places is a wrong decision.
             wrong = int(torch.randint(0, 1000, (), generator=state))
@@ -271,5 +271,5 @@ def test_a_policy_that_evicts_at_random_changes_no_number(tmp_path: Path) -> Non
 
         return shuffled
 
-    with replaced(Policy, "_rank", make):
+    with replaced(CachePolicy, "_rank", make):
         compare(small, usual, adamw, HALF, tmp_path)

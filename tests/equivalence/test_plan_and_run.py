@@ -11,30 +11,30 @@ from support.prompt import let_nothing_lag
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.cli.division import divide, find_blocks
-from zero_infinity.plan import hardware, modules
-from zero_infinity.plan.job import SINGLE, Job
-from zero_infinity.plan.outcome import Outcome
-from zero_infinity.plan.setup import prepare
-from zero_infinity.plan.simulator import WARM_UP_STEPS, simulate
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
+from zero_infinity.cli.engine_division import divide, find_blocks
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.planner import hardware, module_shapes
+from zero_infinity.planner.outcome import SimulatedStep
+from zero_infinity.planner.plan_inputs import prepare
+from zero_infinity.planner.simulator import WARM_UP_STEPS, simulate
+from zero_infinity.planner.training_job import SINGLE, TrainingJob
 
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64)  # 55 MiB of states
 MIB = 2**20
 
 
-def planned(memory: int, *, early: bool, batch: int = 1, **settings: Any) -> Outcome:
+def planned(memory: int, *, early: bool, batch: int = 1, **settings: Any) -> SimulatedStep:
     with torch.device("meta"):
         tokens = torch.zeros(batch, SHAPE.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
         network = ByteGPT(SHAPE)
-        model = modules.describe(
+        model = module_shapes.describe(
             network, inputs, batch=batch, seq=SHAPE.seq, name="gpt", dtype_bytes=4, blocks=find_blocks(network)
         )
     interval = int(settings.get("checkpoint_activations", False))
     offload = settings.get("offload_activations")
-    job = Job(
+    job = TrainingJob(
         batch=batch, states=SINGLE, memory=memory, interval=interval, early_update=early, offload_checkpoints=offload
     )
     return simulate(prepare(model, hardware.load("laptop"), job, divide))

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.runtime import precision
-from zero_infinity.runtime.loss_scale import LossScale
+from zero_infinity.optim.loss_scale import LossScale
+from zero_infinity.params import precision
 
 NUM_STEPS = 5
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -455,8 +455,8 @@ def test_a_bfloat16_model_has_a_master_unless_told_otherwise(
         plain = reference.model
     else:
         plain = made(case)
-        updater = optimizer(plain.parameters())
-        expected = [train_step(case, plain, updater, batch) for batch in batches(case)]
+        update_worker = optimizer(plain.parameters())
+        expected = [train_step(case, plain, update_worker, batch) for batch in batches(case)]
     found = [train_step(case, model, streamed, batch) for batch in batches(case)]
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
     assert_same_weights(plain, model)

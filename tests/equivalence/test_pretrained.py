@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import zero_infinity as zi
-from zero_infinity.checkpoint import exporting
-from zero_infinity.checkpoint.exporting import export_checkpoint
+from zero_infinity.checkpoint import export
+from zero_infinity.checkpoint.export import export_checkpoint
 
 MODELS = ["gpt2", "llama", "t5", "mixtral"]
 
@@ -65,7 +65,7 @@ def test_in_and_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         CASES[name].loss(trained, CASES[name].batch(0)).backward()
         its_optimizer.step()
     expected = values(reference)
-    monkeypatch.setattr(exporting, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(export, "SHARD_BYTES", 30_000)
     zi.export(tmp_path / "out", model)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_same("exported", expected, values(auto(name).from_pretrained(tmp_path / "out")))

@@ -148,7 +148,7 @@ class BiasLater(nn.Linear):
 
 
 class Copied(nn.Linear):
-    """A layer that copies its weight while it is exposed."""
+    """A layer that copies its weight while it is unsharded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = copy.deepcopy(self.weight)
@@ -275,7 +275,7 @@ class Recursive(nn.Module):
 
 
 class RecursiveLayer(nn.Linear):
-    """A layer that calls itself while its own parameters are exposed, and uses them afterwards."""
+    """A layer that calls itself while its own parameters are unsharded, and uses them afterwards."""
 
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         x = super().forward(x).tanh()
@@ -425,7 +425,7 @@ def test_selective_checkpointing(setting: Setting, tmp_path: Path) -> None:
 
 
 def test_vmap(setting: Setting, tmp_path: Path) -> None:
-    """Over the model, and over an operation with a parked weight."""
+    """Over the model, and over an operation with an offloaded weight."""
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = torch.func.vmap(lambda row: F.linear(row, model[3].weight).tanh())(x)

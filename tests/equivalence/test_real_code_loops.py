@@ -456,7 +456,7 @@ def test_evaluation_without_no_grad_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_fused_encoder_in_evaluation_is_close(tmp_path: Path) -> None:
-    """torch's fused fast path is not taken for parked parameters: 6e-7 apart, and training stays identical."""
+    """torch's fused fast path is not taken for offloaded parameters: 6e-7 apart, and training stays identical."""
 
     def script(run: Run) -> None:
         three = training(CASES["encoder"].batch, mean_square, num_steps=3)
@@ -823,7 +823,7 @@ class Failing(nn.Module):
 
 
 class FailingInside(nn.Linear):
-    """A layer that fails inside its own forward, when its parameters are exposed."""
+    """A layer that fails inside its own forward, when its parameters are unsharded."""
 
     failure: BaseException | None = None
 

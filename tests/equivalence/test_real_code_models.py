@@ -21,7 +21,7 @@ from support.compare import (
     adamw,
     compare,
     copied,
-    is_parked,
+    is_offloaded,
     minimal_memory,
     run_plain,
     training,
@@ -43,7 +43,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.runtime import parked
+from zero_infinity.params import offloaded_param
 
 batch = vectors()
 usual = training(batch, mean_square)
@@ -168,7 +168,7 @@ def test_a_deep_copy_is_a_plain_model(name: str, setting: Setting, tmp_path: Pat
     def script(run: Run) -> None:
         steps(run)
         twin = copy.deepcopy(run.model)
-        assert not any(is_parked(p) or parked.managed(p) is not None for p in twin.parameters())
+        assert not any(is_offloaded(p) or offloaded_param.managed(p) is not None for p in twin.parameters())
         assert [type(p) for p in twin.parameters()] == [nn.Parameter] * len(list(twin.parameters()))
         other = Run(twin, adamw(twin), prepared=False)
         steps(other)

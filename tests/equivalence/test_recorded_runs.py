@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_infinity as zi
 from zero_infinity import trace as traces
 from zero_infinity.cli.main import main
-from zero_infinity.trace import Category, Span, Trace
+from zero_infinity.trace import Category, Trace, TraceSpan
 
 
 def deep() -> nn.Module:
@@ -56,7 +56,7 @@ def run(model: nn.Module, config: zi.Config, num_steps: int = 5, **place: object
     return zi.stats(model), traces.read(config.trace)
 
 
-def check_sound(trace: Trace) -> list[Span]:
+def check_sound(trace: Trace) -> list[TraceSpan]:
     spans = list(trace.spans)
     assert trace.num_dropped == 0
     assert all(span.seconds >= 0 and span.lane and span.name for span in spans)
@@ -64,7 +64,7 @@ def check_sound(trace: Trace) -> list[Span]:
     return spans
 
 
-def total(spans: list[Span], category: Category) -> tuple[int, float]:
+def total(spans: list[TraceSpan], category: Category) -> tuple[int, float]:
     found = [span for span in spans if span.category == category]
     return sum(span.num_bytes for span in found), sum(span.seconds for span in found)
 
@@ -159,9 +159,9 @@ def test_without_a_trace_nothing_is_recorded(tmp_path: Path) -> None:
     model = deep()
     model, _ = zi.prepare(model, torch.optim.AdamW(model.parameters()), zi.Config(nvme=tmp_path))
     engine = zi.api.engine_of(model)
-    assert engine.host.recording is None
+    assert engine.host.run_trace is None
     assert engine.store.trace is None
-    assert engine.host.exposure.on_read == engine.gradients.on_read
+    assert engine.host.unsharder.on_read == engine.gradients.on_read
     zi.synchronize(model)
     assert list(tmp_path.iterdir()) == []
 

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.checkpoint import crew, manifest, piece_io
+from zero_infinity.checkpoint import io_thread_pool, manifest, piece_io
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -293,8 +293,8 @@ def test_any_shapes_pieces_and_rooms(
         for module in ("manifest", "plan", "writing", "stored"):
             patch.setattr(f"zero_infinity.checkpoint.{module}.PIECE_BYTES", piece // 8 * 8)
         patch.setattr(piece_io, "_LARGE", 1 if direct else 1 << 20)
-        patch.setattr(crew, "_MIN_ROOM", 3 * 4096)
-        patch.setattr(crew, "_MAX_ROOM", 2 * 4096 + room // 8 * 8)
+        patch.setattr(io_thread_pool, "_MIN_ROOM", 3 * 4096)
+        patch.setattr(io_thread_pool, "_MAX_ROOM", 2 * 4096 + room // 8 * 8)
         torch.manual_seed(seed)
         layers = [nn.Linear(a, b) for a, b in zip([3, *widths], [*widths, 2], strict=True)]
         model, optimizer = zi.prepare(*_with_adamw(nn.Sequential(*layers)), zi.Config(memory="4MiB", nvme=directory))

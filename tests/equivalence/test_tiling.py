@@ -46,9 +46,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import zero_infinity as zi
+from zero_infinity.activations import offload
 from zero_infinity.api import engine_of
-from zero_infinity.runtime import activations, parked
-from zero_infinity.runtime.lazy_logits import LazyLogits
+from zero_infinity.params import offloaded_param
+from zero_infinity.tiling.lazy_logits import LazyLogits
 
 CLOSE = 1e-6  # relative, as a norm
 NOISE = 1e-8  # what rounding leaves of a gradient that is zero: of the bias of attention's keys
@@ -67,7 +68,7 @@ def largest(make: Callable[[], nn.Module]) -> int:
 
 def tiled(model: nn.Module) -> dict[str, int]:
     """Parameters in tiles, and in how many."""
-    known = {name: parked.managed(p) for name, p in model.named_parameters()}
+    known = {name: offloaded_param.managed(p) for name, p in model.named_parameters()}
     return {name: len(m.tiles) for name, m in known.items() if m is not None and m.tiles}
 
 
@@ -460,7 +461,7 @@ def test_frozen_and_thawed(tmp_path: Path) -> None:
 
 def test_saved_tensors_and_whole_weights_share_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """In RAM, where neither can make room for the other: whoever comes first has it, and it comes back."""
-    monkeypatch.setattr(activations, "_SMALL_BYTES", 512)
+    monkeypatch.setattr(offload, "_SMALL_BYTES", 512)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
     expected = [p.detach().clone() for p in model.parameters()]
@@ -550,7 +551,7 @@ def test_tiles_are_updated_while_backward_goes_on(name: str, tmp_path: Path) -> 
             case.loss(model, batch).backward()
         optimizer.step()
     gradients = engine_of(model).gradients
-    tiles = {tile.unit for p in model.parameters() if (m := parked.managed(p)) is not None for tile in m.tiles}
+    tiles = {tile.unit for p in model.parameters() if (m := offloaded_param.managed(p)) is not None for tile in m.tiles}
     assert tiles
     assert tiles <= gradients._last.updated
     assert not gradients._last.deferred

@@ -11,8 +11,8 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.runtime import placement
-from zero_infinity.runtime.engine import TrainingEngine
+from zero_infinity.engine import TrainingEngine
+from zero_infinity.policy import memory_budget
 
 
 def deep() -> nn.Module:
@@ -25,10 +25,10 @@ class Plan:
 
     def __init__(self, engine: TrainingEngine) -> None:
         self.reads = self.writes = 0
-        residency = engine.residency
-        blocks = residency._blocks
+        host_cache = engine.host_cache
+        blocks = host_cache._blocks
         changed = {key for key, block in blocks.items() if block.dirty}
-        decide, hold = residency.policy.access, engine.store.hold
+        decide, hold = host_cache.policy.access, engine.store.hold
 
         def access(key: int):
             decision = decide(key)
@@ -42,13 +42,13 @@ class Plan:
             changed.add(block.key)
             hold(block)
 
-        residency.policy.access = access  # type: ignore[method-assign]
+        host_cache.policy.access = access  # type: ignore[method-assign]
         engine.store.hold = note_change  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("share", [2, 4])
 def test_counters_equal_the_plan(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 16 * 1024)
+    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 16 * 1024)
     model = deep()
     states = sum(p.numel() for p in model.parameters()) * 12
     adamw = torch.optim.AdamW(model.parameters())

@@ -18,18 +18,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.checkpoint import filling, piece_io
+from zero_infinity.checkpoint import piece_io, shard_reader
 from zero_infinity.checkpoint.piece_io import OpenFile
-from zero_infinity.checkpoint.writing import Writing
-from zero_infinity.runtime import placement
+from zero_infinity.checkpoint.shard_writer import ShardWriter
+from zero_infinity.policy import memory_budget
 
 Pair = tuple[nn.Module, Any]
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
 
 
 def prepared(directory: Path, model: nn.Module | None = None, **changes: Any) -> Pair:
@@ -84,9 +84,9 @@ def test_a_flipped_byte_of_what_is_read_straight_into_its_place(tmp_path: Path) 
     path = zi.save(tmp_path, model, optimizer) / "model-00001-of-00001.safetensors"
     straight, by_torch = [], []
     with pytest.MonkeyPatch.context() as patch:
-        real, elements = OpenFile.read_into, filling._elements
+        real, elements = OpenFile.read_into, shard_reader._elements
         patch.setattr(OpenFile, "read_into", lambda *args: straight.append(real(*args)) or straight[-1])
-        patch.setattr(filling, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest))
+        patch.setattr(shard_reader, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest))
         zi.load(tmp_path, model, optimizer)
         assert by_torch == [("model", "bias")]
         data = bytearray(path.read_bytes())
@@ -363,15 +363,15 @@ def test_the_folder_is_removed_while_it_is_written(
 ) -> None:
     """By somebody else: what could not be written is told, not that there was nothing left to tidy up."""
     pair, folder, _ = saved
-    real = Writing.finish
+    real = ShardWriter.finish
 
-    def finish(writing: Writing) -> None:
+    def finish(writing: ShardWriter) -> None:
         real(writing)
         shutil.rmtree(folder.parent)
 
     for background in (False, True):
         with all_given_back(), monkeypatch.context() as patch:
-            patch.setattr(Writing, "finish", finish)
+            patch.setattr(ShardWriter, "finish", finish)
             with pytest.raises((zi.TransferError, zi.CheckpointError), match=r"rank-00000.json is missing"):
                 zi.save(folder.parent, *pair, background=background)
                 zi.synchronize(pair[0])

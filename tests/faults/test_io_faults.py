@@ -18,10 +18,10 @@ import pytest
 from mounts import image, mounted
 
 from zero_infinity.errors import EngineClosedError, TransferError
-from zero_infinity.store.engine import Direction, Priority
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.memory_device import Fault, MemoryDevice, Request
-from zero_infinity.store.queue import QueuedEngine
+from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
+from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_types import Direction, Priority
+from zero_infinity.storage.striped_files import FileDevice
 
 READ, WRITE = Direction.READ, Direction.WRITE
 DEMANDED, PREFETCH, WRITE_BACK = Priority.DEMANDED, Priority.PREFETCH, Priority.WRITE_BACK
@@ -43,13 +43,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_an_error_in_the_middle_is_told_to_everyone_once_nothing_runs_any_more() -> None:
     gate = threading.Event()
 
-    def latency(request: Request) -> float:
+    def latency(request: FakeRequest) -> float:
         if request.index != 2:
             gate.wait(SECONDS)
         return 0.0
 
-    device = MemoryDevice(latency=latency, faults=[Fault(errno.EIO, at_request=2)])
-    engine = QueuedEngine(device, 3, PAGE)
+    device = FakeDevice(latency=latency, faults=[FakeFault(errno.EIO, at_request=2)])
+    engine = QueuedIOEngine(device, 3, PAGE)
     engine.reserve(64 * PAGE)
     memory = mmap.mmap(-1, 8 * PAGE)
     view = memoryview(memory)
@@ -92,13 +92,13 @@ def test_an_error_in_the_middle_is_told_to_everyone_once_nothing_runs_any_more()
 def test_what_was_fully_at_the_device_when_another_failed_still_succeeds() -> None:
     gate = threading.Event()
 
-    def latency(request: Request) -> float:
+    def latency(request: FakeRequest) -> float:
         if request.offset == 0:
             gate.wait(SECONDS)
         return 0.0
 
-    device = MemoryDevice(latency=latency, faults=[Fault(errno.EIO, offsets=range(PAGE, 2 * PAGE))])
-    engine = QueuedEngine(device, 2, PAGE)
+    device = FakeDevice(latency=latency, faults=[FakeFault(errno.EIO, offsets=range(PAGE, 2 * PAGE))])
+    engine = QueuedIOEngine(device, 2, PAGE)
     engine.reserve(4 * PAGE)
     good = engine.submit(WRITE, memoryview(b"g" * PAGE), 0, PREFETCH)
     wait_until(lambda: len(device.requests) == 1)
@@ -122,7 +122,7 @@ def test_what_was_fully_at_the_device_when_another_failed_still_succeeds() -> No
 )
 @pytest.mark.parametrize("direction", [READ, WRITE])
 def test_an_errno_comes_with_a_hint(number: int, text: str, direction: Direction) -> None:
-    engine = QueuedEngine(MemoryDevice(faults=[Fault(number)]))
+    engine = QueuedIOEngine(FakeDevice(faults=[FakeFault(number)]))
     engine.reserve(PAGE)
     with pytest.raises(TransferError, match=f"{direction.value} of 4.0 KiB at memory at 0 failed: .*{text}") as caught:
         engine.submit(direction, memoryview(bytearray(PAGE)), 0, PREFETCH).wait(SECONDS)
@@ -132,11 +132,11 @@ def test_an_errno_comes_with_a_hint(number: int, text: str, direction: Direction
 
 @pytest.mark.parametrize(("moved", "text"), [(0, "ended after 0 bytes"), (-1, "reports -1"), (9999, "reports 9999")])
 def test_a_device_that_reports_a_senseless_count_is_not_believed(moved: int, text: str) -> None:
-    class Liar(MemoryDevice):
+    class Liar(FakeDevice):
         def read(self, memory: memoryview, offset: int) -> int:
             return moved
 
-    engine = QueuedEngine(Liar())
+    engine = QueuedIOEngine(Liar())
     engine.reserve(PAGE)
     with pytest.raises(TransferError, match=text):
         engine.submit(READ, memoryview(bytearray(PAGE)), 0, PREFETCH).wait(SECONDS)
@@ -144,11 +144,11 @@ def test_a_device_that_reports_a_senseless_count_is_not_believed(moved: int, tex
 
 
 def test_a_bug_in_a_device_reaches_who_waits() -> None:
-    class Buggy(MemoryDevice):
+    class Buggy(FakeDevice):
         def read(self, memory: memoryview, offset: int) -> int:
             raise ZeroDivisionError("a bug")
 
-    engine = QueuedEngine(Buggy())
+    engine = QueuedIOEngine(Buggy())
     engine.reserve(PAGE)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         engine.submit(READ, memoryview(bytearray(PAGE)), 0, PREFETCH).wait(SECONDS)
@@ -161,18 +161,18 @@ def test_a_bug_in_a_device_reaches_who_waits() -> None:
 
 
 @pytest.fixture
-def striped(tmp_path: Path) -> tuple[FileDevice, QueuedEngine, Path]:
+def striped(tmp_path: Path) -> tuple[FileDevice, QueuedIOEngine, Path]:
     """64 KiB over two directories in stripes of 8 KiB; the second directory's path."""
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
     device = FileDevice([tmp_path / "good", tmp_path / "bad"], stripe_bytes=2 * PAGE)
-    engine = QueuedEngine(device)
+    engine = QueuedIOEngine(device)
     engine.reserve(16 * PAGE)
     engine.submit(WRITE, memoryview(mmap.mmap(-1, 16 * PAGE)), 0, DEMANDED).wait(SECONDS)
     return device, engine, tmp_path / "bad"
 
 
-def test_one_of_two_directories_losing_its_file_is_named(striped: tuple[FileDevice, QueuedEngine, Path]) -> None:
+def test_one_of_two_directories_losing_its_file_is_named(striped: tuple[FileDevice, QueuedIOEngine, Path]) -> None:
     device, engine, bad = striped
     os.ftruncate(device.descriptors[1], 0)
     memory = memoryview(mmap.mmap(-1, 16 * PAGE))
@@ -182,7 +182,7 @@ def test_one_of_two_directories_losing_its_file_is_named(striped: tuple[FileDevi
     engine.close()
 
 
-def test_one_of_two_directories_refusing_writes_is_named(striped: tuple[FileDevice, QueuedEngine, Path]) -> None:
+def test_one_of_two_directories_refusing_writes_is_named(striped: tuple[FileDevice, QueuedIOEngine, Path]) -> None:
     device, engine, bad = striped
     full = os.open("/dev/full", os.O_RDWR)  # every write to it: no space left on device
     os.dup2(full, device.descriptors[1], inheritable=False)
@@ -197,7 +197,7 @@ def test_one_of_two_directories_refusing_writes_is_named(striped: tuple[FileDevi
 def test_a_disk_that_fills_up_where_space_cannot_be_reserved_is_an_error_at_the_write(tmp_path: Path) -> None:
     with image(tmp_path, "ext2", 16 * MIB) as path:
         device = FileDevice(path)
-        engine = QueuedEngine(device)
+        engine = QueuedIOEngine(device)
         with pytest.warns(RuntimeWarning, match="cannot reserve"):
             engine.reserve(8 * MIB)
         greedy = os.open(path / "greedy", os.O_CREAT | os.O_WRONLY)
@@ -214,9 +214,9 @@ def test_a_disk_that_fills_up_where_space_cannot_be_reserved_is_an_error_at_the_
 
 _HOLDER = """
 import mmap, sys, threading
-from zero_infinity.store.engine import Direction, Priority
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import QueuedEngine
+from zero_infinity.storage.io_types import Direction, Priority
+from zero_infinity.storage.striped_files import FileDevice
+from zero_infinity.storage.io_engine import QueuedEngine
 engine = QueuedEngine(FileDevice(sys.argv[1]))
 engine.reserve(8 << 20)
 memory = mmap.mmap(-1, 8 << 20)
@@ -228,9 +228,9 @@ while True:
 
 _CHECKER = """
 import mmap, os, sys
-from zero_infinity.store.engine import Direction, Priority
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import QueuedEngine
+from zero_infinity.storage.io_types import Direction, Priority
+from zero_infinity.storage.striped_files import FileDevice
+from zero_infinity.storage.io_engine import QueuedEngine
 engine = QueuedEngine(FileDevice(sys.argv[1]), request_bytes=64 << 10)
 engine.reserve(1 << 20)
 memory, back = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support import kills
 
-from zero_infinity.checkpoint.contents import MODEL
 from zero_infinity.checkpoint.directory import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
+from zero_infinity.checkpoint.model_contents import MODEL
 
 # A step with its save makes about as many calls of the file system: one kill before each of them.
 NUM_CALLS = 38

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import zero_infinity as zi
-from zero_infinity.runtime import placement
-from zero_infinity.store.engine import Direction
-from zero_infinity.store.memory_device import Request
+from zero_infinity.policy import memory_budget
+from zero_infinity.storage.fake_device import FakeRequest
+from zero_infinity.storage.io_types import Direction
 
 SOON = 20.0  # seconds, on a machine that others use too
 
@@ -37,8 +37,8 @@ SOON = 20.0  # seconds, on a machine that others use too
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
-    monkeypatch.setattr(placement, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(placement, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
 
 
 def deep() -> nn.Module:
@@ -117,10 +117,10 @@ def _fail_in(phase: str, direction: Direction, device: type[FaultyDevice], direc
 def test_the_process_of_a_failed_training_ends_cleanly(tmp_path: Path) -> None:
     script = """
 from support.faulty import FaultyDevice
-from zero_infinity.runtime import host
+from zero_infinity.params import parameter_store
 FaultyDevice.fails = staticmethod(lambda request: request.index == 400)
 FaultyDevice.made = []
-host.FileDevice = FaultyDevice
+parameter_store.FileDevice = FaultyDevice
 model, optimizer = prepare(sys.argv[1])
 train(model, optimizer, 1000)
 """
@@ -137,7 +137,7 @@ train(model, optimizer, 1000)
 def test_a_flipped_bit_is_found_when_verify_is_set(
     verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flips: list[Request] = []
+    flips: list[FakeRequest] = []
 
     class Flipping(FaultyDevice):
         fails = staticmethod(lambda _: False)  # type: ignore[assignment]
@@ -150,7 +150,7 @@ def test_a_flipped_bit_is_found_when_verify_is_set(
                 memory[17] ^= 1
             return num_bytes
 
-    monkeypatch.setattr("zero_infinity.runtime.host.FileDevice", Flipping)
+    monkeypatch.setattr("zero_infinity.params.parameter_store.FileDevice", Flipping)
     with all_given_back():
         model, optimizer = prepared(tmp_path, verify=verify)
 

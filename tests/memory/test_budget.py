@@ -36,7 +36,7 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.runtime.gradients import Gradients
+from zero_infinity.optim.gradient_flow import GradientFlow
 
 MIB = 1 << 20
 
@@ -88,13 +88,13 @@ def watch_outstanding(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What went wrong with the room for gradients that wait for the worker, whenever it changes."""
     violations: list[str] = []
 
-    def write(gradients: Gradients, value: int) -> None:
+    def write(gradients: GradientFlow, value: int) -> None:
         gradients.__dict__["watched_bytes"] = value
         if not 0 <= value <= gradients._reserve:
             violations.append(f"{value:,} bytes of gradients wait, {gradients._reserve:,} are set aside")
 
     watched = property(lambda gradients: gradients.__dict__["watched_bytes"], write)
-    monkeypatch.setattr(Gradients, "_outstanding_bytes", watched, raising=False)
+    monkeypatch.setattr(GradientFlow, "_outstanding_bytes", watched, raising=False)
     return violations
 
 

@@ -10,14 +10,14 @@ import torch
 from support.rank_scripts import train_gpt
 from support.ranks import run_ranks
 
-from zero_infinity.cli.division import divide
-from zero_infinity.plan import hardware, modules
-from zero_infinity.plan.job import SINGLE, Job
-from zero_infinity.plan.setup import prepare
-from zero_infinity.plan.simulator import WARM_UP_STEPS, simulate
+from zero_infinity.cli.engine_division import divide
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.planner import hardware, module_shapes
+from zero_infinity.planner.plan_inputs import prepare
+from zero_infinity.planner.simulator import WARM_UP_STEPS, simulate
+from zero_infinity.planner.training_job import SINGLE, TrainingJob
 from zero_infinity.trace import RANKS
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
 
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64)  # 55 MiB of states
 MIB = 2**20
@@ -32,9 +32,9 @@ def test_the_bytes_of_a_rank_are_those_that_were_planned(
     with torch.device("meta"):
         tokens = torch.zeros(1, SHAPE.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
-        model = modules.describe(ByteGPT(SHAPE), inputs, batch=1, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
+        model = module_shapes.describe(ByteGPT(SHAPE), inputs, batch=1, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
     machine = replace(hardware.load("laptop"), devices_per_node=num_ranks)
-    job = Job(batch=1, states=SINGLE, memory=memory * num_ranks, interval=0, early_update=early)
+    job = TrainingJob(batch=1, states=SINGLE, memory=memory * num_ranks, interval=0, early_update=early)
     plan = simulate(prepare(model, machine, job, divide))
     sent = {traffic.link: traffic.num_bytes for traffic in plan.traffic}[RANKS]
 

@@ -15,9 +15,9 @@ import os, signal, sys, threading, time
 import torch
 from torch import nn
 import zero_infinity as zi
-from zero_infinity.runtime import placement
-placement._SMALL_BYTES = 0
-placement._MIN_CHUNK_BYTES = 4096
+from zero_infinity.policy import memory_budget
+memory_budget._SMALL_BYTES = 0
+memory_budget._MIN_CHUNK_BYTES = 4096
 torch.set_num_threads(1)
 
 def make(depth=8, width=64):

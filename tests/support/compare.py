@@ -23,8 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.runtime import layout as layout_module
-from zero_infinity.runtime import parked, placement
+from zero_infinity import model_layout as layout_module
+from zero_infinity.params import offloaded_param
+from zero_infinity.policy import memory_budget
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -154,16 +155,18 @@ def run_prepared(
 
 
 def assert_sound(model: nn.Module) -> None:
-    """What holds between steps: within the budget, and every managed parameter parked."""
+    """What holds between steps: within the budget, and every managed parameter offloaded."""
     stats = zi.stats(model)
     assert stats.memory_peak <= stats.memory_budget
     assert stats.memory_held <= stats.memory_budget
-    exposed = [name for name, p in model.named_parameters() if parked.managed(p) is not None and not is_parked(p)]
-    assert not exposed, f"left exposed: {exposed}"
+    unsharded = [
+        name for name, p in model.named_parameters() if offloaded_param.managed(p) is not None and not is_offloaded(p)
+    ]
+    assert not unsharded, f"left unsharded: {unsharded}"
 
 
-def is_parked(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, parked.ParkedParameter)
+def is_offloaded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, offloaded_param.OffloadedParameter)
 
 
 def assert_identical(plain: Outcome, prepared: Outcome) -> None:
@@ -216,7 +219,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A copy of nested values that shares nothing with the model. Parked parameters are read by it."""
+    """A copy of nested values that shares nothing with the model. Offloaded parameters are read by it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad and value.is_floating_point())
     if isinstance(value, Mapping):
@@ -241,7 +244,7 @@ def _outcome(run: Run, stats: zi.Stats | None = None) -> Outcome:
 # ---------------------------------------------------------------------- budgets
 
 
-Asked = tuple[Sequence[placement.UnitSize], Sequence[tuple[str, int]]]
+Asked = tuple[Sequence[memory_budget.UnitSize], Sequence[tuple[str, int]]]
 
 
 class _Captured(Exception):
@@ -253,7 +256,9 @@ class _Captured(Exception):
 def asked_of_place(make: MakeModel, optimizer: MakeOptimizer, **config: Any) -> Asked:
     """What `prepare` asks `place` to find room for."""
 
-    def capture(sizes: Sequence[placement.UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any) -> None:
+    def capture(
+        sizes: Sequence[memory_budget.UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any
+    ) -> None:
         raise _Captured((sizes, together))
 
     with mock.patch.object(layout_module, "place", capture):
@@ -279,14 +284,14 @@ def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting, **
     return max(wanted, minimal)
 
 
-def _state_bytes(size: placement.UnitSize) -> int:
+def _state_bytes(size: memory_budget.UnitSize) -> int:
     return size.parameters + size.record + size.gradients
 
 
 def least_budget(asked: Asked, *, nvme: bool) -> int:
     def accepted(memory: int) -> bool:
         try:
-            placement.place(asked[0], memory, asked[1], nvme=nvme)
+            memory_budget.place(asked[0], memory, asked[1], nvme=nvme)
         except zi.CapacityError:
             return False
         return True

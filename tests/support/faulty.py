@@ -9,24 +9,24 @@ from collections.abc import Callable
 
 import pytest
 
-from zero_infinity.runtime import host
-from zero_infinity.store.engine import Direction
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.memory_device import Request
+from zero_infinity.params import parameter_store
+from zero_infinity.storage.fake_device import FakeRequest
+from zero_infinity.storage.io_types import Direction
+from zero_infinity.storage.striped_files import FileDevice
 
 
 class FaultyDevice(FileDevice):
     """A real swap file whose requests fail when `fails` says so (set it at any time)."""
 
-    fails: Callable[[Request], bool]
+    fails: Callable[[FakeRequest], bool]
     made: list[FaultyDevice]
     error_number = errno.EIO
 
     def __init__(self, paths: object) -> None:
         super().__init__(paths)  # type: ignore[arg-type]
-        self.requests: list[Request] = []
-        self.failed: list[Request] = []
-        self._recording = threading.Lock()
+        self.requests: list[FakeRequest] = []
+        self.failed: list[FakeRequest] = []
+        self._run_trace = threading.Lock()
         type(self).made.append(self)
 
     def read(self, memory: memoryview, offset: int) -> int:
@@ -38,8 +38,8 @@ class FaultyDevice(FileDevice):
         return super().write(memory, offset)
 
     def _meet(self, direction: Direction, memory: memoryview, offset: int) -> None:
-        with self._recording:
-            request = Request(len(self.requests), direction, offset, len(memory))
+        with self._run_trace:
+            request = FakeRequest(len(self.requests), direction, offset, len(memory))
             self.requests.append(request)
         if type(self).fails(request):
             self.failed.append(request)
@@ -47,7 +47,7 @@ class FaultyDevice(FileDevice):
 
 
 def break_device(
-    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Request], bool] = lambda _: False, number: int = errno.EIO
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[FakeRequest], bool] = lambda _: False, number: int = errno.EIO
 ) -> type[FaultyDevice]:
     """Engines that are made from now on have such a device; returns its class, where `fails` can be changed."""
 
@@ -56,5 +56,5 @@ def break_device(
 
     Broken.fails = staticmethod(fails)  # type: ignore[assignment]
     Broken.made = []
-    monkeypatch.setattr(host, "FileDevice", Broken)
+    monkeypatch.setattr(parameter_store, "FileDevice", Broken)
     return Broken

@@ -28,8 +28,8 @@ from support.compare import assert_same, copied, least_budget
 from support.models import CASES, Case, mean_square, vectors
 from support.rank_scripts import small_blocks
 from support.ranks import run_ranks
+from zero_infinity import model_layout as layout_module
 from zero_infinity.api import engine_of
-from zero_infinity.runtime import layout as layout_module
 
 MAX_NORM = 0.05
 LEAST = "least"  # memory: what prepare accepts on every rank, about

@@ -17,7 +17,7 @@ def let_nothing_lag(model: nn.Module) -> None:
     on a busy machine, that is so now and then: fewer bytes than the decisions say, which are what a plan has.
     """
     engine = engine_of(model)
-    updater, cache = engine._updater, engine._cache
+    update_worker, cache = engine._update_worker, engine._cache
 
     def then(first: Callable[..., None], *later: Callable[[], None]) -> Callable[..., None]:
         def both(*arguments: Any) -> None:
@@ -27,7 +27,7 @@ def let_nothing_lag(model: nn.Module) -> None:
 
         return both
 
-    engine.residency.access = then(engine.residency.access, engine.store.settle)  # type: ignore[method-assign]
-    updater.submit = then(updater.submit, updater.drain)  # type: ignore[method-assign]
+    engine.host_cache.access = then(engine.host_cache.access, engine.store.settle)  # type: ignore[method-assign]
+    update_worker.submit = then(update_worker.submit, update_worker.drain)  # type: ignore[method-assign]
     if cache is not None:
         cache.copier.submit = then(cache.copier.submit, cache.copier.drain)  # type: ignore[method-assign]

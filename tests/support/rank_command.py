@@ -60,7 +60,9 @@ class Running:
     ) -> None:
         self.folder = folder
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "zero_infinity.cli.training"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "torch._dynamo", "zero_infinity.cli.training_loop"]
+        )
         port = _free_port()
         self.processes = [
             context.Process(

@@ -15,7 +15,7 @@ from torch import nn
 import zero_infinity as zi
 from support.rank_scripts import adamw, small_blocks
 from zero_infinity.api import engine_of
-from zero_infinity.shard import wire
+from zero_infinity.comm import channel
 
 WIDTH = 48
 CULPRIT = 1  # the rank that does it
@@ -72,7 +72,7 @@ def train(rank: int, fault: str, settings: dict[str, Any]) -> str:
 def close(rank: int, num_seconds: float) -> str:
     """Rank CULPRIT's own code fails while its next layer is on its way from a rank that is late. Its engine is closed, and it lives on."""
     small_blocks()
-    wire._GRACE_SECONDS = 0.3
+    channel._GRACE_SECONDS = 0.3
     torch.manual_seed(0)
     model = Tower(depth=8)
     # Room for three layers.

@@ -1,4 +1,4 @@
-"""What an engine takes from the process and has to give back: threads, descriptors, mapped memory, swap space."""
+"""What an engine takes from the process and has to give back: threads, descriptors, mapped allocator, swap space."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from zero_infinity.store import buffers, memory
-from zero_infinity.store.buffers import BufferPool
+from zero_infinity.storage import allocator, buffer_pool
+from zero_infinity.storage.buffer_pool import BufferPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def watch_pools(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
-    real_map, real_unmap = memory.map_pages, memory.unmap_pages
+    real_map, real_unmap = allocator.map_pages, allocator.unmap_pages
     mapping = threading.local()
     lock = threading.Lock()
 
@@ -143,6 +143,6 @@ def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         if not getattr(mapping, "inside", False):
             count(-num_bytes)
 
-    monkeypatch.setattr(memory, "map_pages", map_pages)
-    for module in (memory, buffers):
+    monkeypatch.setattr(allocator, "map_pages", map_pages)
+    for module in (allocator, buffer_pool):
         monkeypatch.setattr(module, "unmap_pages", unmap_pages)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zero_infinity as zi
 from support.rank_scripts import small_blocks
-from zero_infinity.runtime import activations
+from zero_infinity.activations import offload
 
 WIDTH, DEPTH, BATCH, LENGTH = 64, 3, 4, 8
 CHECKPOINT_BYTES = BATCH * LENGTH * WIDTH * 4
@@ -182,7 +182,7 @@ def _local_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def train(rank: int, jobs: list[Job], num_steps: int = 3) -> list[tuple[Result, Result]]:
     """Each job prepared and plain, on two tensor-parallel by two data-parallel ranks."""
     small_blocks()
-    activations._SMALL_BYTES = 512
+    offload._SMALL_BYTES = 512
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return [(Prepared(job, mesh).run(num_steps), Plain(job, mesh).run(num_steps)) for job in jobs]
 

@@ -64,7 +64,7 @@ def _found(path: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
-class Aside:
+class CheckpointDraft:
     """A checkpoint that is being written, by the rank that made it."""
 
     def __init__(self, directory: Path) -> None:

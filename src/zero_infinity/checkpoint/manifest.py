@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_infinity.checkpoint import codec
-from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
+from zero_infinity.checkpoint import json_codec
+from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import DTYPES, num_bytes_of
 from zero_infinity.errors import CheckpointError
 
@@ -129,11 +129,17 @@ class Manifest:
             else {
                 "class": optimizer.kind,
                 "groups": [
-                    {"settings": codec.encode(group.settings, "param_groups"), "parameters": list(group.parameters)}
+                    {
+                        "settings": json_codec.encode(group.settings, "param_groups"),
+                        "parameters": list(group.parameters),
+                    }
                     for group in optimizer.groups
                 ],
                 "states": {
-                    name: {"names": list(state.names), "scalars": codec.encode(state.scalars, f"the state of {name}")}
+                    name: {
+                        "names": list(state.names),
+                        "scalars": json_codec.encode(state.scalars, f"the state of {name}"),
+                    }
                     for name, state in optimizer.states.items()
                 },
             },
@@ -157,7 +163,7 @@ def read(folder: Path) -> Manifest:
     data = read_bytes(path, _MAX_BYTES)
     first = _FIRST_LINE.match(data)
     values = parse(data, path)
-    fields = Fields(values, str(path))
+    fields = JsonFields(values, str(path))
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a zero_infinity checkpoint")
     version = values.get("version")
@@ -171,7 +177,7 @@ def read(folder: Path) -> Manifest:
     if fields.count("piece_bytes") != PIECE_BYTES:
         raise CheckpointError(f"{path}: pieces of {fields.count('piece_bytes')} bytes, not {PIECE_BYTES}")
     files = {name: _file(name, value, path) for name, value in fields.table("files").items()}
-    sections = Fields(fields.table("tensors"), f"{path}: tensors")
+    sections = JsonFields(fields.table("tensors"), f"{path}: tensors")
     tensors = {section: _tensors(sections.table(section), path, files) for section in (MODEL, OPTIMIZER)}
     loss_scale, config = values.get("loss_scale"), values.get("model_config")
     return Manifest(
@@ -191,7 +197,7 @@ def _file(name: str, value: object, path: Path) -> FileEntry:
     # Also what keeps "../x" and absolute paths out.
     if FILE_NAME.fullmatch(name) is None:
         raise CheckpointError(f"{path} is damaged: {name[:200]!r} is no name of a file of a checkpoint")
-    fields = Fields(value, f"{path}: file {name!r}")
+    fields = JsonFields(value, f"{path}: file {name!r}")
     return FileEntry(fields.count("bytes"), fields.count("crc32"))
 
 
@@ -200,7 +206,7 @@ def _tensors(values: Mapping[str, object], path: Path, files: Mapping[str, FileE
 
 
 def _tensor(name: str, value: object, path: Path, files: Mapping[str, FileEntry]) -> TensorEntry:
-    fields = Fields(value, f"{path}: tensor {name[:200]!r}")
+    fields = JsonFields(value, f"{path}: tensor {name[:200]!r}")
     file, dtype, shape = fields.text("file"), fields.text("dtype"), fields.counts("shape")
     order = fields.counts("order") if "order" in fields.values else None
     if dtype not in DTYPES or file not in files or len(shape) > 64:
@@ -229,31 +235,31 @@ def _tied(values: Mapping[str, object], model: Mapping[str, TensorEntry], path: 
 
 
 def _optimizer(values: dict[str, Any], path: Path) -> OptimizerEntry:
-    fields = Fields(values, f"{path}: optimizer")
+    fields = JsonFields(values, f"{path}: optimizer")
     groups = []
     for value in fields.items("groups"):
-        group = Fields(value, f"{path}: a parameter group")
+        group = JsonFields(value, f"{path}: a parameter group")
         settings = _decoded(group, "settings")
         if "params" in settings:  # is no setting: it would take the place of the optimizer's parameters
             raise CheckpointError(f"{group.where} is damaged: its settings have 'params'")
         groups.append(GroupEntry(settings, group.texts("parameters")))
     states = {}
     for name, value in fields.table("states").items():
-        state = Fields(value, f"{path}: the state of {name[:200]!r}")
+        state = JsonFields(value, f"{path}: the state of {name[:200]!r}")
         states[name] = StateEntry(state.texts("names"), _decoded(state, "scalars"))
     return OptimizerEntry(fields.text("class"), tuple(groups), states)
 
 
 def _loss_scale(value: object, path: Path) -> dict[str, float]:
-    fields = Fields(value, f"{path}: the loss scale")
+    fields = JsonFields(value, f"{path}: the loss scale")
     scale = fields.values.get("scale")
     if not isinstance(scale, float) or scale <= 0:
         raise CheckpointError(f"{fields.where} is damaged: {str(scale)[:40]!r}")
     return {"scale": scale, "num_skipped": fields.count("num_skipped"), "num_good": fields.count("num_good")}
 
 
-def _decoded(fields: Fields, name: str) -> dict[str, Any]:
-    value = codec.decode(fields.table(name), fields.where)
+def _decoded(fields: JsonFields, name: str) -> dict[str, Any]:
+    value = json_codec.decode(fields.table(name), fields.where)
     if not isinstance(value, dict):
         raise CheckpointError(f"{fields.where} is damaged: {name!r} is no table")
     return value

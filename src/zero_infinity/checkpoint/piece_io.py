@@ -16,10 +16,9 @@ from typing import Self
 
 from zero_infinity.checkpoint.directory import storage_errors
 from zero_infinity.errors import CheckpointError
-from zero_infinity.store.engine import ALIGNMENT
-from zero_infinity.store.extents import round_up
-from zero_infinity.store.memory import address_of, move_bytes
-from zero_infinity.store.swap_file import fallocate
+from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.storage.allocator import address_of, move_bytes
+from zero_infinity.storage.swap_file import fallocate
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

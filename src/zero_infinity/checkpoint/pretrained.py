@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.contents import BlockContent, Key, contents_of
-from zero_infinity.checkpoint.conversion import Conversion, NamePlan, plan_loading
-from zero_infinity.checkpoint.council import Council
-from zero_infinity.checkpoint.crew import Crew
-from zero_infinity.checkpoint.filling import Filling, Source, Task
+from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_loading
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.checkpoint.manifest import MODEL
-from zero_infinity.checkpoint.matching import Problems
-from zero_infinity.checkpoint.meter import Meter, Progress
+from zero_infinity.checkpoint.model_contents import BlockContent, Key, contents_of
 from zero_infinity.checkpoint.piece_io import OpenFile
-from zero_infinity.checkpoint.stored import StoredTensor
-from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
+from zero_infinity.checkpoint.plain_tensors import as_real
+from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader, Source
+from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import read_header
-from zero_infinity.checkpoint.values import as_real
+from zero_infinity.checkpoint.tensor_matching import MatchProblems
+from zero_infinity.comm.agreement import Agreement
+from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
-from zero_infinity.runtime.engine import TrainingEngine
-from zero_infinity.runtime.host import ParameterHost
-from zero_infinity.runtime.record import MASTER
-from zero_infinity.runtime.unit import Unit
+from zero_infinity.optim.state_records import MASTER
+from zero_infinity.params.parameter_store import ParameterStore
+from zero_infinity.params.unit import Unit
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}\.safetensors")
@@ -79,7 +79,7 @@ def _open(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
 
 def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     folder = path.parent
-    places = Fields(parse(read_bytes(path, _MAX_INDEX_BYTES), path), str(path)).table("weight_map")
+    places = JsonFields(parse(read_bytes(path, _MAX_INDEX_BYTES), path), str(path)).table("weight_map")
     for name, file in places.items():
         if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
             raise CheckpointError(
@@ -92,28 +92,28 @@ def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     return {name: files[file][name] for name, file in places.items()}
 
 
-class Pretrained:
+class PretrainedLoad:
     """Weights into one model, on one rank."""
 
-    def __init__(self, model: nn.Module, host: ParameterHost, *, strict: bool) -> None:
+    def __init__(self, model: nn.Module, host: ParameterStore, *, strict: bool) -> None:
         self._model = model
         self._host = host
         self._strict = strict
         training = host.training
         self._engine = training if isinstance(training, TrainingEngine) else None
         self._contents = contents_of(model, host, self._engine.records if self._engine is not None else {})
-        wire = self._engine.step_wire if self._engine is not None else None
-        self._council = Council("zi.load_pretrained", host.ranks, wire)
+        channel = self._engine.step_channel if self._engine is not None else None
+        self._agreement = Agreement("zi.load_pretrained", host.ranks, channel)
 
     def read(self, path: Path, progress: Progress | None = None) -> None:
         self._host.finish()
         with ExitStack() as stack:
-            with self._council.agreed("checks"):
+            with self._agreement.agreed("checks"):
                 weights = open_weights(path, stack)
                 plan = plan_loading(self._model, weights, self._all_names())
                 makers = self._match(path, weights, plan)
-            with self._council.agreed("reading"), held(), self._replacing():
-                self._fill(weights, makers, Meter(progress))
+            with self._agreement.agreed("reading"), held(), self._replacing():
+                self._fill(weights, makers, ProgressMeter(progress))
 
     def _all_names(self) -> list[str]:
         return [name for names in self._contents.names.values() for name in names] + [
@@ -124,15 +124,15 @@ class Pretrained:
 
     def _match(
         self, path: Path, weights: Mapping[str, StoredTensor], plan: NamePlan
-    ) -> dict[str, StoredTensor | Conversion]:
+    ) -> dict[str, StoredTensor | NameConversion]:
         """The source of each of the model's tensors, by its first name."""
         shapes: dict[str, tuple[int, ...]] = {n: weights[source].true_shape for n, source in plan.direct.items()}
         dtypes = {n: weights[source].dtype for n, source in plan.direct.items()}
-        found: dict[str, StoredTensor | Conversion] = {n: weights[source] for n, source in plan.direct.items()}
+        found: dict[str, StoredTensor | NameConversion] = {n: weights[source] for n, source in plan.direct.items()}
         for conversion in plan.conversions:
             for name, made in self._made(path, conversion, weights).items():
                 shapes[name], dtypes[name], found[name] = tuple(made.shape), made.dtype, conversion
-        problems = Problems()
+        problems = MatchProblems()
         if self._strict:
             problems.add("only in the files", plan.unknown)
         makers = {}
@@ -164,7 +164,9 @@ class Pretrained:
         value = as_real(self._contents.plain[first])
         return tuple(value.shape), value.dtype
 
-    def _made(self, path: Path, conversion: Conversion, weights: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    def _made(
+        self, path: Path, conversion: NameConversion, weights: Mapping[str, StoredTensor]
+    ) -> dict[str, torch.Tensor]:
         """What a conversion would make, without values."""
         try:
             return conversion.apply(
@@ -178,13 +180,16 @@ class Pretrained:
     # ------------------------------------------------------------------ values
 
     def _fill(
-        self, weights: Mapping[str, StoredTensor], makers: Mapping[str, StoredTensor | Conversion], meter: Meter
+        self,
+        weights: Mapping[str, StoredTensor],
+        makers: Mapping[str, StoredTensor | NameConversion],
+        meter: ProgressMeter,
     ) -> None:
         contents = self._contents
         meter.total = self._num_bytes(makers)
-        with self._rooms() as num_bytes, Crew(num_bytes) as crew:
-            filling = Filling(contents, crew, replaces_records=False, meter=meter)
-            made = _Made(self._model, weights, makers, crew)
+        with self._rooms() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
+            filling = ShardReader(contents, thread_pool, replaces_records=False, meter=meter)
+            made = _Made(self._model, weights, makers, thread_pool)
             by_kind: dict[bool, list[Unit]] = {False: [], True: []}
             for unit in contents.units:
                 by_kind[self._is_converted(unit, makers)].append(unit)
@@ -197,17 +202,17 @@ class Pretrained:
                     with torch.no_grad():
                         as_real(value).copy_(made.whole(name))
 
-    def _is_converted(self, unit: Unit, makers: Mapping[str, StoredTensor | Conversion]) -> bool:
-        return any(isinstance(makers.get(name), Conversion) for name in self._names_in(unit))
+    def _is_converted(self, unit: Unit, makers: Mapping[str, StoredTensor | NameConversion]) -> bool:
+        return any(isinstance(makers.get(name), NameConversion) for name in self._names_in(unit))
 
-    def _tasks(self, filling: Filling, unit: Unit, made: _Made) -> Iterator[Task]:
+    def _tasks(self, filling: ShardReader, unit: Unit, made: _Made) -> Iterator[FillTask]:
         sources = self._sources(unit, made)
         yield from filling.of_unit(unit, sources)
         record = self._contents.records.get(unit)
         if record is not None and record.has_master:
             yield from filling.of_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
 
-    def _num_bytes(self, makers: Mapping[str, StoredTensor | Conversion]) -> int:
+    def _num_bytes(self, makers: Mapping[str, StoredTensor | NameConversion]) -> int:
         """What goes into this rank's blocks. Counted without asking for sources: some would have to be made."""
         return sum(
             (part.stop - part.start) * content.dtype.itemsize
@@ -238,16 +243,16 @@ class Pretrained:
         if self._engine is not None:
             yield self._engine.placement.set_aside
             return
-        residency, pool = self._host.residency, self._host.store.pool
-        policy = residency.policy
+        host_cache, pool = self._host.host_cache, self._host.store.pool
+        policy = host_cache.policy
         num_bytes = max(0, min(_MOST_ROOM, pool.budget // _ROOM_SHARE, policy.budget // 2))
-        residency.limit(policy.budget - num_bytes, policy.lookahead)
+        host_cache.limit(policy.budget - num_bytes, policy.lookahead)
         pool.charge(num_bytes)
         try:
             yield num_bytes
         finally:
             pool.discharge(num_bytes)
-            residency.limit(policy.budget + num_bytes, policy.lookahead)
+            host_cache.limit(policy.budget + num_bytes, policy.lookahead)
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -270,13 +275,13 @@ class _Made:
         self,
         model: nn.Module,
         weights: Mapping[str, StoredTensor],
-        makers: Mapping[str, StoredTensor | Conversion],
-        crew: Crew,
+        makers: Mapping[str, StoredTensor | NameConversion],
+        thread_pool: IOThreadPool,
     ) -> None:
         self._model = model
         self._weights = weights
         self._makers = makers
-        self._crew = crew
+        self._thread_pool = thread_pool
         self._waiting: dict[str, torch.Tensor] = {}
 
     def source(self, name: str) -> Source | None:
@@ -293,7 +298,7 @@ class _Made:
 
     def _read(self, tensor: StoredTensor) -> torch.Tensor:
         result: list[torch.Tensor] = []
-        self._crew.run([partial(_read_whole, tensor, result)])
+        self._thread_pool.run([partial(_read_whole, tensor, result)])
         return result[0]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero_infinity.checkpoint import codec
+from zero_infinity.checkpoint import json_codec
 from zero_infinity.checkpoint.manifest import Manifest
-from zero_infinity.checkpoint.strict_json import Fields, parse, read_bytes
-from zero_infinity.checksum import crc32
+from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
 from zero_infinity.errors import CheckpointError, UsageError
+from zero_infinity.storage.checksum import crc32
 
 _MAX_BYTES = 1 << 30
 
@@ -33,8 +33,8 @@ def to_bytes(extra: Mapping[str, Any]) -> bytes:
         if not isinstance(name, str):
             raise UsageError(f"extra has the key {name!r}, which is no text\n  fix:   extra={{'name': value, ...}}")
         state = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-        states[name] = codec.encode(state, f"extra[{name!r}]")
-    random_states = codec.encode(_random_states(), "the random states")
+        states[name] = json_codec.encode(state, f"extra[{name!r}]")
+    random_states = json_codec.encode(_random_states(), "the random states")
     return json.dumps({"random": random_states, "extra": states}, indent=1, allow_nan=False).encode()
 
 
@@ -49,9 +49,9 @@ def read(folder: Path, manifest: Manifest, rank: int) -> tuple[dict[str, Any] | 
     data = read_bytes(path, _MAX_BYTES)
     if len(data) != entry.num_bytes or crc32(data) != entry.crc32:
         raise CheckpointError(f"{path} is damaged: its checksum is not the one in the manifest")
-    fields = Fields(parse(data, path), str(path))
-    extra = {key: codec.decode(value, f"{path}: extra[{key!r}]") for key, value in fields.table("extra").items()}
-    states = codec.decode(fields.table("random"), f"{path}: the random states")
+    fields = JsonFields(parse(data, path), str(path))
+    extra = {key: json_codec.decode(value, f"{path}: extra[{key!r}]") for key, value in fields.table("extra").items()}
+    states = json_codec.decode(fields.table("random"), f"{path}: the random states")
     return (states if is_own else None), extra
 
 

@@ -39,7 +39,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-class Fields:
+class JsonFields:
     """The fields of a JSON object, each of which has to be there and of its type."""
 
     def __init__(self, value: object, where: str) -> None:

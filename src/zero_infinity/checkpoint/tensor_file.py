@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from zero_infinity.checkpoint.strict_json import Fields, parse
+from zero_infinity.checkpoint.strict_json import JsonFields, parse
 from zero_infinity.errors import CheckpointError, StorageError
 from zero_infinity.units import format_bytes
 
@@ -45,7 +45,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor: bytes `start` to `stop` of the file."""
 
     dtype: str
@@ -62,7 +62,7 @@ def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, Entry]]:
+def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, HeaderEntry]]:
     """The beginning of a file with these tensors (dtype and shape) one after the other, and where each will be."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     position = 0
@@ -77,13 +77,13 @@ def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, di
     text += b" " * (-(len(text) + 8) % _PAGE)
     begin = len(text) + 8
     entries = {
-        name: Entry(tensors[name][0], tuple(tensors[name][1]), begin + start, begin + stop)
+        name: HeaderEntry(tensors[name][0], tuple(tensors[name][1]), begin + start, begin + stop)
         for name, (start, stop) in places.items()
     }
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def read_header(path: Path) -> tuple[bytes, dict[str, Entry]]:
+def read_header(path: Path) -> tuple[bytes, dict[str, HeaderEntry]]:
     """The beginning of a file and its tensors, every number checked against the others and the file's size."""
     try:
         with path.open("rb") as file:
@@ -106,17 +106,17 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Entry]]:
     return first + text, entries
 
 
-def _entry(name: str, value: object, path: Path, begin: int) -> Entry:
-    fields = Fields(value, f"{path}: tensor {name[:200]!r}")
+def _entry(name: str, value: object, path: Path, begin: int) -> HeaderEntry:
+    fields = JsonFields(value, f"{path}: tensor {name[:200]!r}")
     dtype, shape, offsets = fields.text("dtype"), fields.counts("shape"), fields.counts("data_offsets")
     if dtype not in DTYPES:
         raise CheckpointError(f"{fields.where} has dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
     if len(offsets) != 2 or len(shape) > 64 or offsets[1] - offsets[0] != num_bytes_of(dtype, shape):
         raise CheckpointError(f"{fields.where} is damaged: {dtype} {list(shape)} cannot be bytes {list(offsets)}")
-    return Entry(dtype, shape, begin + offsets[0], begin + offsets[1])
+    return HeaderEntry(dtype, shape, begin + offsets[0], begin + offsets[1])
 
 
-def _check_places(entries: Mapping[str, Entry], path: Path, begin: int, size: int) -> None:
+def _check_places(entries: Mapping[str, HeaderEntry], path: Path, begin: int, size: int) -> None:
     position = begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != position:

@@ -20,14 +20,14 @@ from typing import Any
 
 from rich.console import Console
 
-from zero_infinity.cli import bench_ablations_plot, interruption
+from zero_infinity.cli import bench_ablations_plot, signals
 from zero_infinity.cli.bench_contender import Contender, Race, Setting
 from zero_infinity.cli.bench_report import aligned, ratios
 from zero_infinity.cli.bench_train import STATE_BYTES, add_race, add_turns, compete, progress, race_of, swap_directory
 from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
+from zero_infinity.models.presets import Shape
 from zero_infinity.units import format_rate, parse_bytes
-from zero_infinity.workload.presets import Shape
 
 _FRACTION = 1 / 8  # of the states: the budget
 _HALF = 1 / 2  # the budget where a cache has something to keep: at 1/8 all memory is for what comes next
@@ -94,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     batches, links = _batches(args.batches), _links(args.links)
-    with interruption.watched(), swap_directory(args.nvme) as nvme:
+    with signals.watched(), swap_directory(args.nvme) as nvme:
         origin = provenance(nvme)
         cells = []
         with progress() as say:

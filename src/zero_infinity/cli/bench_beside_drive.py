@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_infinity.errors import ConfigError
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
-from zero_infinity.store.speed import Workload, measure, scratch_memory
+from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, QueuedIOEngine
+from zero_infinity.storage.io_speed import IOWorkload, measure, scratch_memory
+from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -66,16 +66,16 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(1, WIDTH)).sum().backward()
 
 
-def drive_alone(directory: Path, num_bytes: int, workload: Workload) -> float:
+def drive_alone(directory: Path, num_bytes: int, workload: IOWorkload) -> float:
     """Bytes a second of the I/O engine with nothing else to do, on new files in `directory`."""
     device = FileDevice([str(directory)])
-    engine = QueuedEngine(device, NUM_THREADS, REQUEST_BYTES)
+    engine = QueuedIOEngine(device, NUM_THREADS, REQUEST_BYTES)
     try:
         num_bytes = max(2, num_bytes // REQUEST_BYTES) * REQUEST_BYTES
         device.extend(num_bytes)
         memory = memoryview(scratch_memory(SCRATCH_BYTES))
-        if workload is not Workload.WRITE:
-            measure(engine, memory, Workload.WRITE, REQUEST_BYTES, num_bytes)
+        if workload is not IOWorkload.WRITE:
+            measure(engine, memory, IOWorkload.WRITE, REQUEST_BYTES, num_bytes)
         return measure(engine, memory, workload, REQUEST_BYTES, num_bytes).bytes_per_second
     finally:
         engine.close()

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.cli import interruption
+from zero_infinity.cli import signals
 from zero_infinity.cli.bench_beside_drive import drive_alone
 from zero_infinity.cli.bench_contender import WORKER, Contender, Race, Setting
 from zero_infinity.cli.bench_peers import PEERS, Peer, build_extensions, extensions_folder, make_contender
@@ -32,9 +32,9 @@ from zero_infinity.cli.control_group import control_group
 from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
-from zero_infinity.store.speed import Workload
+from zero_infinity.models.presets import Shape
+from zero_infinity.storage.io_speed import IOWorkload
 from zero_infinity.units import format_bytes, format_count, format_seconds, parse_bytes
-from zero_infinity.workload.presets import Shape
 
 _NUM_STEPS = 3
 _STEADY_STEPS = 6
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if args.layers < 1 or args.hidden < _HEAD_WIDTH or args.hidden % _HEAD_WIDTH:
         raise ConfigError(f"--layers is at least 1, and --hidden a multiple of {_HEAD_WIDTH}")
     origin = provenance(args.directory)
-    with interruption.watched(), progress() as say, _swap_space(args.directory) as nvme, extensions_folder() as built:
+    with signals.watched(), progress() as say, _swap_space(args.directory) as nvme, extensions_folder() as built:
 
         def attempt(way: Way, layers: int, limit: int | None) -> Trial:
             where = f"within {format_bytes(limit)}" if limit is not None else "without a limit"
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         drive = None
         if found[1].largest is not None and found[1].largest.moved_bytes:
             say("the drive alone")
-            drive = drive_alone(Path(nvme), _DRIVE_BYTES, Workload.MIXED)
+            drive = drive_alone(Path(nvme), _DRIVE_BYTES, IOWorkload.MIXED)
     differs = reference is not None and found[1].largest is not None and reference.losses != found[1].largest.losses
     content = json.dumps(
         {

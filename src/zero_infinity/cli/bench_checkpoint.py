@@ -23,7 +23,7 @@ from rich.table import Table
 
 from zero_infinity.cli.bench_beside_drive import add_arguments, bytes_of, drive_alone, num_layers_of, trained_layers
 from zero_infinity.cli.provenance import keep, provenance
-from zero_infinity.store.speed import Workload
+from zero_infinity.storage.io_speed import IOWorkload
 from zero_infinity.units import format_bytes
 
 _MEMORY_SHARE = 4  # of the states, when they are on the drive
@@ -88,7 +88,7 @@ def _measure(directory: Path, num_layers: int, home: str) -> list[Row]:
     for _ in range(_NUM_ROUNDS):
         for act in ("save", "load"):
             found[act].append(num_bytes / _seconds(zi, act, directory / home, model, optimizer))
-            alone = Workload.MIXED if on_drive else Workload.WRITE if act == "save" else Workload.READ
+            alone = IOWorkload.MIXED if on_drive else IOWorkload.WRITE if act == "save" else IOWorkload.READ
             # Of a mixed pattern half is read and half written: a checkpoint moves each of its bytes both ways.
             drive[act].append(drive_alone(directory, num_bytes, alone) / (2 if on_drive else 1))
     return [Row(home, act, statistics.median(found[act]), statistics.median(drive[act])) for act in found]

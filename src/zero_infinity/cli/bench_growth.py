@@ -17,13 +17,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zero_infinity.cli import bench_growth_plot, interruption
+from zero_infinity.cli import bench_growth_plot, signals
 from zero_infinity.cli.bench_contender import Contender, Race, Setting
 from zero_infinity.cli.bench_report import aligned
 from zero_infinity.cli.bench_train import STATE_BYTES, add_race, add_turns, compete, progress, swap_directory
 from zero_infinity.cli.provenance import provenance
+from zero_infinity.models.presets import Shape
 from zero_infinity.units import format_bytes, format_seconds
-from zero_infinity.workload.presets import Shape
 
 _HEADS = 4
 _LR = 3e-4
@@ -138,7 +138,7 @@ def laws(line: Sequence[Point], first: Grown) -> list[Grown]:
 
 def run(args: argparse.Namespace) -> int:
     chosen = [axis for axis in AXES if axis in args.axes.split(",")]
-    with interruption.watched(), swap_directory(args.nvme) as nvme:
+    with signals.watched(), swap_directory(args.nvme) as nvme:
         origin = provenance(nvme)
         found = []
         with progress() as say:

@@ -21,10 +21,10 @@ from types import ModuleType
 
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
-from zero_infinity.plan import hardware
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
-from zero_infinity.store.speed import Speed, Workload, measure, scratch_memory
+from zero_infinity.planner import hardware
+from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, QueuedIOEngine
+from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
+from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.units import format_rate, parse_bytes
 
 _MIB = 1 << 20
@@ -125,27 +125,27 @@ class Drive:
 def measure_drive(directories: list[str], num_bytes: int) -> Drive:
     memory = memoryview(scratch_memory(_SCRATCH_BYTES))
 
-    def speed(workload: Workload, request_bytes: int, amount: int, num_threads: int) -> Speed:
+    def speed(workload: IOWorkload, request_bytes: int, amount: int, num_threads: int) -> IOSpeed:
         device = FileDevice(directories)
         device.extend(num_bytes)
-        engine = QueuedEngine(device, num_threads, request_bytes)
+        engine = QueuedIOEngine(device, num_threads, request_bytes)
         try:
             # Only what was written can be read from the drive.
-            measure(engine, memory, Workload.WRITE, request_bytes, amount)
+            measure(engine, memory, IOWorkload.WRITE, request_bytes, amount)
             return measure(engine, memory, workload, request_bytes, amount)
         finally:
             engine.close()
 
-    def best(workload: Workload) -> Speed:
+    def best(workload: IOWorkload) -> IOSpeed:
         speeds = [speed(workload, REQUEST_BYTES, num_bytes, NUM_THREADS) for _ in range(2)]
         return max(speeds, key=lambda one: one.bytes_per_second)
 
-    read, write = best(Workload.READ), best(Workload.WRITE)
+    read, write = best(IOWorkload.READ), best(IOWorkload.WRITE)
     small = 4096
     return Drive(
         read.bytes_per_second,
         write.bytes_per_second,
-        small / speed(Workload.READ, small, 64 * small, 1).bytes_per_second,
+        small / speed(IOWorkload.READ, small, 64 * small, 1).bytes_per_second,
         max(one.cores / one.bytes_per_second for one in (read, write)),
     )
 

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from zero_infinity.cli import fio
 from zero_infinity.errors import ConfigError
-from zero_infinity.store.files import FileDevice
-from zero_infinity.store.queue import NUM_THREADS, REQUEST_BYTES, QueuedEngine
-from zero_infinity.store.speed import Speed, Workload, measure, scratch_memory
+from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, QueuedIOEngine
+from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
+from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.units import format_bytes, format_seconds, parse_bytes
 
 _MIB = 1 << 20
@@ -44,7 +44,7 @@ _EXAMPLE = "example: zero-infinity bench io /mnt/nvme --size 4GiB"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    workload: Workload
+    workload: IOWorkload
     request_bytes: int
     num_threads: int
 
@@ -53,9 +53,9 @@ class Setting:
 class Comparison:
     """Ours with the engine's own setting against the best that fio reaches; medians of the rounds."""
 
-    workload: Workload
-    ours: Speed
-    theirs: Speed
+    workload: IOWorkload
+    ours: IOSpeed
+    theirs: IOSpeed
     fio_setting: fio.FioSetting
 
     @property
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         memory = memoryview(scratch_memory(_MEMORY_BYTES))
         with _progress() as say:
             say(f"writing {format_bytes(num_bytes)} in {', '.join(args.directories)}")
-            _measure(device, memory, Setting(Workload.WRITE, _MIB, NUM_THREADS), num_bytes)
+            _measure(device, memory, Setting(IOWorkload.WRITE, _MIB, NUM_THREADS), num_bytes)
             sweep = _sweep(device, memory, num_bytes, say)
             comparisons = _compare(device, memory, num_bytes, say)
         direct = device.direct
@@ -106,17 +106,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(device: FileDevice, memory: memoryview, setting: Setting, num_bytes: int) -> Speed:
-    engine = QueuedEngine(device, setting.num_threads, setting.request_bytes)
+def _measure(device: FileDevice, memory: memoryview, setting: Setting, num_bytes: int) -> IOSpeed:
+    engine = QueuedIOEngine(device, setting.num_threads, setting.request_bytes)
     try:
         return measure(engine, memory, setting.workload, setting.request_bytes, num_bytes)
     finally:
         engine.close()
 
 
-def _sweep(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> dict[Setting, Speed]:
-    results: dict[Setting, Speed] = {}
-    for workload in Workload:
+def _sweep(
+    device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]
+) -> dict[Setting, IOSpeed]:
+    results: dict[Setting, IOSpeed] = {}
+    for workload in IOWorkload:
         for request_bytes in _REQUESTS:
             if 2 * request_bytes > num_bytes:
                 continue
@@ -138,17 +140,17 @@ def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callab
         say("no comparison: " + ("the size is too small" if not settings else "fio cannot stripe as we do"))
         return []
 
-    def run_fio(workload: Workload, setting: fio.FioSetting) -> Speed:
+    def run_fio(workload: IOWorkload, setting: fio.FioSetting) -> IOSpeed:
         return fio.measure(executable, device.descriptors[0], workload, setting, num_bytes, direct=device.direct)
 
     comparisons: list[Comparison] = []
     try:
-        for workload in (Workload.READ, Workload.WRITE):
+        for workload in (IOWorkload.READ, IOWorkload.WRITE):
             say(f"fio, {workload.value}: looking for its best setting")
             best = max(settings, key=lambda setting: run_fio(workload, setting).bytes_per_second)
             own = Setting(workload, min(REQUEST_BYTES, num_bytes), NUM_THREADS)
-            ours: list[Speed] = []
-            theirs: list[Speed] = []
+            ours: list[IOSpeed] = []
+            theirs: list[IOSpeed] = []
             for index in range(_NUM_ROUNDS):
                 say(f"ours and fio in turn, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
                 ours.append(_measure(device, memory, own, num_bytes))
@@ -161,8 +163,8 @@ def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callab
     return comparisons
 
 
-def _median(speeds: list[Speed]) -> Speed:
-    return Speed(
+def _median(speeds: list[IOSpeed]) -> IOSpeed:
+    return IOSpeed(
         bytes_per_second=statistics.median(speed.bytes_per_second for speed in speeds),
         cores=statistics.median(speed.cores for speed in speeds),
         p50_seconds=statistics.median(speed.p50_seconds for speed in speeds),
@@ -170,7 +172,7 @@ def _median(speeds: list[Speed]) -> Speed:
     )
 
 
-def _best(sweep: dict[Setting, Speed], workload: Workload) -> Setting:
+def _best(sweep: dict[Setting, IOSpeed], workload: IOWorkload) -> Setting:
     return max(
         (setting for setting in sweep if setting.workload is workload),
         key=lambda setting: sweep[setting].bytes_per_second,
@@ -192,7 +194,7 @@ def _as_json(
     directories: list[str],
     num_bytes: int,
     direct: bool,
-    sweep: dict[Setting, Speed],
+    sweep: dict[Setting, IOSpeed],
     comparisons: list[Comparison],
 ) -> dict[str, object]:
     def row(setting: Setting) -> dict[str, object]:
@@ -203,7 +205,7 @@ def _as_json(
         "num_bytes": num_bytes,
         "direct": direct,
         "sweep": [row(setting) for setting in sweep],
-        "best": {workload.value: row(_best(sweep, workload)) for workload in Workload},
+        "best": {workload.value: row(_best(sweep, workload)) for workload in IOWorkload},
         "engine": {"request_bytes": REQUEST_BYTES, "num_threads": NUM_THREADS},
         "fio": {
             comparison.workload.value: {
@@ -217,7 +219,7 @@ def _as_json(
 
 
 def _print_tables(
-    directories: list[str], num_bytes: int, sweep: dict[Setting, Speed], comparisons: list[Comparison]
+    directories: list[str], num_bytes: int, sweep: dict[Setting, IOSpeed], comparisons: list[Comparison]
 ) -> None:
     console = Console()
     table = Table(
@@ -227,7 +229,7 @@ def _print_tables(
         *_SPEED_HEADINGS,
         title=f"{', '.join(directories)}: {format_bytes(num_bytes)} each; * is the best",
     )
-    for workload in Workload:
+    for workload in IOWorkload:
         best = _best(sweep, workload)
         for setting in (setting for setting in sweep if setting.workload is workload):
             mark = "*" if setting == best else " "
@@ -252,7 +254,7 @@ def _print_tables(
     console.print(table)
 
 
-def _speed_cells(speed: Speed) -> tuple[str, str, str, str]:
+def _speed_cells(speed: IOSpeed) -> tuple[str, str, str, str]:
     return (
         f"{speed.bytes_per_second / 1e9:.2f}",
         f"{speed.cores:.2f}",

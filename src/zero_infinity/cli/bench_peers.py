@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zero_infinity.cli import bench_peers_plot, interruption
+from zero_infinity.cli import bench_peers_plot, signals
 from zero_infinity.cli.bench_contender import Contender, Race, Setting
 from zero_infinity.cli.bench_peers_report import Building, Contest, Entry, PeersReport
 from zero_infinity.cli.bench_train import (
@@ -39,7 +39,7 @@ from zero_infinity.cli.bench_train import (
 )
 from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
-from zero_infinity.workload.presets import Shape
+from zero_infinity.models.presets import Shape
 
 _BUILD_SECONDS = 1800.0  # it takes 2 to 6 minutes on two cores
 _BUILD = """
@@ -137,7 +137,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     subjects = _subjects(args.contests)
     heats = [_chosen(args.only, is_first_model=subject.network == subjects[0].network) for subject in subjects]
-    with interruption.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
+    with signals.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
         origin = provenance(nvme)
         with progress() as say:
             building = None

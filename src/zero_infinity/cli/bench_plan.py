@@ -26,9 +26,9 @@ from zero_infinity.cli.engine_cost import block_cpu_seconds
 from zero_infinity.cli.provenance import keep, provenance
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
+from zero_infinity.models.presets import Shape
 from zero_infinity.trace import RANKS
 from zero_infinity.units import format_bytes, format_seconds
-from zero_infinity.workload.presets import Shape
 
 _DRIVE_BYTES = 128 << 20
 _MB = 1e6
@@ -143,20 +143,20 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
     """What the planner says, given how fast plain PyTorch, the drive and the link were."""
     import torch
 
-    from zero_infinity.cli.division import divide, find_blocks
-    from zero_infinity.plan import modules
-    from zero_infinity.plan.hardware import Hardware, Tier, TierKind
-    from zero_infinity.plan.job import SINGLE, Job
-    from zero_infinity.plan.setup import prepare
-    from zero_infinity.plan.simulator import simulate
-    from zero_infinity.workload.model import ByteGPT
+    from zero_infinity.cli.engine_division import divide, find_blocks
+    from zero_infinity.models.byte_gpt import ByteGPT
+    from zero_infinity.planner import module_shapes
+    from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
+    from zero_infinity.planner.plan_inputs import prepare
+    from zero_infinity.planner.simulator import simulate
+    from zero_infinity.planner.training_job import SINGLE, TrainingJob
 
     shape, num_ranks, drive = configuration.shape, configuration.num_ranks, calibration.drive
     with torch.device("meta"):
         tokens = torch.zeros(configuration.batch, shape.seq, dtype=torch.long)
         inputs = {"tokens": tokens, "targets": tokens}
         network = ByteGPT(shape)
-        model = modules.describe(
+        model = module_shapes.describe(
             network,
             inputs,
             batch=configuration.batch,
@@ -167,15 +167,15 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
         )
     # The emulated accelerator copies the bytes, and then waits as long as its link would take.
     link = 1 / (1 / configuration.device_rate + 2 / calibration.copy_rate) if configuration.device_rate else 1e10
-    tiers = [Tier("RAM", TierKind.HOST, host_memory().total, link, link, link, 0.0)]
+    tiers = [HardwareTier("RAM", TierKind.HOST, host_memory().total, link, link, link, 0.0)]
     if configuration.device_memory is not None:
-        tiers.insert(0, Tier("device", TierKind.DEVICE, 1 << 50, 1e12, 1e12, 1e12, 0.0))
+        tiers.insert(0, HardwareTier("device", TierKind.DEVICE, 1 << 50, 1e12, 1e12, 1e12, 0.0))
     if configuration.part is not None:
         limit = configuration.drive_rate or drive.read
         read, write = min(num_ranks * limit, drive.read), min(num_ranks * limit, drive.write)
         cpu = drive.cpu_seconds_per_byte
         tiers.append(
-            Tier("NVMe", TierKind.STORAGE, 1 << 50, read, write, limit, drive.latency, cpu_seconds_per_byte=cpu)
+            HardwareTier("NVMe", TierKind.STORAGE, 1 << 50, read, write, limit, drive.latency, cpu_seconds_per_byte=cpu)
         )
     hardware = Hardware(
         name="this machine",
@@ -191,7 +191,7 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
         link_cpu_seconds_per_byte=calibration.link_cpu_seconds_per_byte,
         block_cpu_seconds=block,
     )
-    job = Job(
+    job = TrainingJob(
         batch=configuration.batch,
         states=SINGLE,
         memory=num_ranks * configuration.memory,

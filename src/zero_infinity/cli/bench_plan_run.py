@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_infinity.cli.bench_hardware import Drive, copy_rate, measure_drive
-from zero_infinity.plan.simulator import WARM_UP_STEPS
-from zero_infinity.workload.presets import Shape
+from zero_infinity.models.presets import Shape
+from zero_infinity.planner.simulator import WARM_UP_STEPS
 
 _STATE_BYTES = 12  # a parameter in float32: value, momentum, variance
 _NUM_ROUNDS = 2
@@ -104,8 +104,8 @@ class _Rank:
     ) -> None:
         import torch
 
-        from zero_infinity.plan.modules import Stopwatch
-        from zero_infinity.workload.model import ByteGPT
+        from zero_infinity.models.byte_gpt import ByteGPT
+        from zero_infinity.planner.module_shapes import Stopwatch
 
         self._configuration = configuration
         self._directory = directory
@@ -162,16 +162,16 @@ class _Rank:
 
         from zero_infinity import api
         from zero_infinity.config import Config
-        from zero_infinity.runtime import host
-        from zero_infinity.runtime.accelerator import EmulatedAccelerator
-        from zero_infinity.store.files import FileDevice
-        from zero_infinity.store.throttled_device import ThrottledDevice
+        from zero_infinity.params import parameter_store
+        from zero_infinity.storage.striped_files import FileDevice
+        from zero_infinity.storage.throttled_device import ThrottledDevice
+        from zero_infinity.tiers.accelerator import EmulatedAccelerator
 
         chosen = self._configuration
         rate = chosen.drive_rate
         if rate is not None:
             # Of this process alone.
-            vars(host)["FileDevice"] = lambda paths: ThrottledDevice(FileDevice(paths), rate)
+            vars(parameter_store)["FileDevice"] = lambda paths: ThrottledDevice(FileDevice(paths), rate)
         config = Config(
             memory=chosen.memory,
             device_memory=chosen.device_memory,

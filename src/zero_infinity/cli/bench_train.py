@@ -20,13 +20,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zero_infinity.cli import bench_plot, interruption
+from zero_infinity.cli import bench_plot, signals
 from zero_infinity.cli.bench_contender import Contender, Race, Setting, machine_cpu_seconds
 from zero_infinity.cli.bench_report import QUIET_CORES, Report
 from zero_infinity.cli.provenance import provenance
 from zero_infinity.errors import ConfigError
+from zero_infinity.models.presets import Shape
 from zero_infinity.units import format_seconds
-from zero_infinity.workload.presets import Shape
 
 STATE_BYTES = 12  # a parameter: its value and AdamW's two states, all fp32
 # Enough for states, gradients (4 bytes) and the largest unit's gradients once more.
@@ -94,7 +94,7 @@ def add_turns(parser: argparse.ArgumentParser, *, steps: int = 12, warmup: int =
 
 def run(args: argparse.Namespace) -> int:
     race = race_of(args)
-    with interruption.watched(), swap_directory(args.nvme) as nvme:
+    with signals.watched(), swap_directory(args.nvme) as nvme:
         contenders = [
             Contender(race, setting, timeout=args.timeout) for setting in make_settings(args.budgets, race, nvme)
         ]

@@ -28,7 +28,7 @@ from zero_infinity.cli.bench_beside_drive import (
     trained_layers,
 )
 from zero_infinity.cli.provenance import keep, provenance
-from zero_infinity.store.speed import Workload
+from zero_infinity.storage.io_speed import IOWorkload
 from zero_infinity.units import format_bytes
 
 _MEMORY_SHARE = 8  # of the states
@@ -105,7 +105,7 @@ def _measure(directory: Path, num_layers: int) -> list[Round]:
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         after = zi.stats(model)
         optimizer.zero_grad()
-        drive = drive_alone(directory, num_bytes, Workload.MIXED)
+        drive = drive_alone(directory, num_bytes, IOWorkload.MIXED)
         if number:
             read, written = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
             rounds.append(Round(seconds, cpu / seconds, read, written, drive))

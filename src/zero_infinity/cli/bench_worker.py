@@ -28,11 +28,11 @@ from zero_infinity.cli import bench_ranks, bench_variant
 from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
 from zero_infinity.config import Config
 from zero_infinity.errors import ZeroInfinityError
-from zero_infinity.runtime.accelerator import EmulatedAccelerator
-from zero_infinity.runtime.stats import Stats
-from zero_infinity.workload.model import ByteGPT
-from zero_infinity.workload.presets import Shape
-from zero_infinity.workload.text import ByteBatches, standard_library
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.models.text import ByteBatches, standard_library
+from zero_infinity.stats import Stats
+from zero_infinity.tiers.accelerator import EmulatedAccelerator
 
 _POLL_SECONDS = 0.0005
 

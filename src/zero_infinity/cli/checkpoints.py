@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_infinity import api
-from zero_infinity.checkpoint.directory import Aside, has_checkpoint
+from zero_infinity.checkpoint.directory import CheckpointDraft, has_checkpoint
 from zero_infinity.cli.progress import Progress
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.errors import ConfigError
-from zero_infinity.runtime.optimizer import StreamedOptimizer
+from zero_infinity.models.text import ByteBatches
+from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 from zero_infinity.units import format_bytes
-from zero_infinity.workload.text import ByteBatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +163,5 @@ def options_of(
         )
     if ranks.rank == 0:
         # Where nothing can be saved, that is said now, and not after the last step.
-        Aside(save).discard()
+        CheckpointDraft(save).discard()
     return SaveOptions(save, every, keep, resume, background)

@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from zero_infinity.checkpoint.exporting import export_checkpoint
+    from zero_infinity.checkpoint.export import export_checkpoint
     from zero_infinity.cli.progress import choose
 
     start = time.perf_counter()

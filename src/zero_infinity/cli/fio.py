@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from zero_infinity.store.speed import Speed, Workload
+from zero_infinity.storage.io_speed import IOSpeed, IOWorkload
 from zero_infinity.units import format_bytes
 
 
@@ -41,8 +41,8 @@ def find() -> str | None:
 
 
 def measure(
-    executable: str, descriptor: int, workload: Workload, setting: FioSetting, num_bytes: int, *, direct: bool
-) -> Speed:
+    executable: str, descriptor: int, workload: IOWorkload, setting: FioSetting, num_bytes: int, *, direct: bool
+) -> IOSpeed:
     """Run fio once. Raises `subprocess.SubprocessError` or `ValueError` when it does not give a figure."""
     command = [
         executable,
@@ -60,7 +60,7 @@ def measure(
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     report = job[workload.value]
     percentile = report["clat_ns"]["percentile"]
-    return Speed(
+    return IOSpeed(
         bytes_per_second=float(report["bw_bytes"]),
         # A group's share is of the sum of its threads' times.
         cores=(job["usr_cpu"] + job["sys_cpu"]) / 100 * (setting.depth if setting.ioengine == "psync" else 1),

@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 
 from zero_infinity import __version__
-from zero_infinity.cli.exits import EXIT_BROKEN_PIPE, EXIT_MISTAKE, describe, exit_code
+from zero_infinity.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_MISTAKE, describe, exit_code
 from zero_infinity.cli.ranks import speaks
 from zero_infinity.errors import ConfigError, ZeroInfinityError
 

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_infinity.cli.division import divide
-from zero_infinity.cli.paper_plot import draw
+from zero_infinity.cli.engine_division import divide
 from zero_infinity.errors import ConfigError
-from zero_infinity.plan.paper import catalogue
-from zero_infinity.plan.paper.exhibit import Cell, Exhibit
+from zero_infinity.papers import catalogue
+from zero_infinity.papers.exhibit import Cell, Exhibit
+from zero_infinity.papers.plot import draw
 
 _EPILOG = """\
 examples:

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_infinity.cli import subject
-from zero_infinity.cli.division import divide
+from zero_infinity.cli import plan_arguments
+from zero_infinity.cli.engine_division import divide
 from zero_infinity.errors import CapacityError
-from zero_infinity.plan import hardware as profiles
-from zero_infinity.plan.planner import Need, Plan, alternatives, make_plan, works
+from zero_infinity.planner import hardware as profiles
+from zero_infinity.planner.plan import BandwidthNeed, Plan, alternatives, make_plan, works
 from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
 _EPILOG = """\
@@ -34,15 +34,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subject.add_options(parser)
+    plan_arguments.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    hardware = subject.hardware_of(args)
-    job = subject.job_of(args, hardware)
-    model = subject.model_of(args)
+    hardware = plan_arguments.hardware_of(args)
+    job = plan_arguments.job_of(args, hardware)
+    model = plan_arguments.model_of(args)
     try:
         plan = make_plan(model, hardware, job, divide)
     except CapacityError as error:
@@ -98,13 +98,13 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _bandwidth_table(needs: tuple[Need, ...]) -> Table:
+def _bandwidth_table(needs: tuple[BandwidthNeed, ...]) -> Table:
     table = Table("data", "needed", "for", "had", "", "overlap", title="bandwidth", title_justify="left")
     for need in needs:
         per = "in all" if need.aggregate else "a device"
         has = "not used" if math.isinf(need.has) else format_rate(need.has)
         verdict = "[green]enough[/]" if need.is_enough else "[yellow]less[/]"
-        overlap = "behind computing" if need.overlapped else "exposed"
+        overlap = "behind computing" if need.overlapped else "unsharded"
         needed = f"{format_rate(need.needed)} {per}"
         table.add_row(str(need.data), needed, f"{need.target:.0%} efficiency", has, verdict, overlap)
     return table

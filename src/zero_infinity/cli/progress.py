@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from zero_infinity.cli.transfers import Shown
+from zero_infinity.cli.transfer_progress import Shown
 from zero_infinity.units import format_bytes, format_seconds
 
 # Between two looks at how far a save or a load has come: on a terminal, and as lines.

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from zero_infinity.cli.exits import describe, exit_code
+from zero_infinity.cli.exit_codes import describe, exit_code
 from zero_infinity.errors import ConfigError, LostRankError, RankError, ZeroInfinityError
 
 if TYPE_CHECKING:
-    from zero_infinity.shard.group import RankGroup
-    from zero_infinity.shard.wire import Wire
+    from zero_infinity.comm.channel import Channel
+    from zero_infinity.comm.process_group import RankGroup
 
 # How long the rank that keeps the ranks' common store stays, after it has failed, for others to read there.
 _STORE_SECONDS = 1.0
@@ -93,20 +93,20 @@ class SeveralRanks(Ranks):
         self.num_ranks = start.num_ranks
         self._node = start.node
         self._group = group
-        self._wire: Wire = group.wire("command")
+        self._channel: Channel = group.channel("command")
         self._num_told = 0
         self._nodes = [int(node) for node in self.tell_text("nodes", str(start.node))]
 
     def tell(self, numbers: Sequence[float]) -> list[list[float]]:
         import torch
 
-        from zero_infinity.shard.wire import Topic
+        from zero_infinity.comm.channel import Topic
 
         self._num_told += 1
         topic = Topic("command", self._num_told, f"the end of step {self._num_told}")
         self._group.names[self._num_told] = topic.name
         bits = torch.tensor(list(numbers), dtype=torch.float64).view(torch.int64).tolist()
-        said = torch.tensor(self._wire.agree(topic, bits)).view(torch.float64)
+        said = torch.tensor(self._channel.agree(topic, bits)).view(torch.float64)
         return [[float(number) for number in row] for row in said]
 
     def tell_text(self, what: str, text: str) -> list[str]:
@@ -160,7 +160,7 @@ def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    from zero_infinity.shard.group import find_group
+    from zero_infinity.comm.process_group import find_group
 
     missing = [name for name in _ADDRESS if not os.environ.get(name)]
     if missing:

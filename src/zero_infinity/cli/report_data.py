@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from zero_infinity.trace import COMPUTE, PHASES, WAIT, Category, Sample, Span, Trace
+from zero_infinity.trace import COMPUTE, PHASES, WAIT, Category, MemorySample, Trace, TraceSpan
 
 _PIXELS = 4000  # in time: enough to zoom in a few times
 _MAX_WAITS = 20
@@ -37,8 +37,8 @@ def page_data(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _lanes(spans: list[Span], start: float, resolution: float) -> list[dict[str, Any]]:
-    by_lane: dict[str, list[Span]] = defaultdict(list)
+def _lanes(spans: list[TraceSpan], start: float, resolution: float) -> list[dict[str, Any]]:
+    by_lane: dict[str, list[TraceSpan]] = defaultdict(list)
     for span in spans:
         by_lane[span.lane].append(span)
     order = [lane for lane in _FIRST_LANES if lane in by_lane] + [lane for lane in by_lane if lane not in _FIRST_LANES]
@@ -54,22 +54,26 @@ def _lanes(spans: list[Span], start: float, resolution: float) -> list[dict[str,
     ]
 
 
-def _merged(spans: Iterable[Span], resolution: float) -> list[Span]:
+def _merged(spans: Iterable[TraceSpan], resolution: float) -> list[TraceSpan]:
     """Short spans of one category that follow each other closely, as one."""
-    merged: list[Span] = []
+    merged: list[TraceSpan] = []
     for span in sorted(spans, key=lambda s: s.start):
         if merged and merged[-1].category == span.category and span.seconds < resolution:
             last = merged[-1]
             if span.start - (last.start + last.seconds) < resolution and last.seconds < 2 * resolution:
                 name = last.name if last.name == span.name or last.name.endswith(" …") else f"{last.name} …"
                 length = max(last.seconds, span.start + span.seconds - last.start)
-                merged[-1] = Span(name, last.category, last.lane, last.start, length, last.num_bytes + span.num_bytes)
+                merged[-1] = TraceSpan(
+                    name, last.category, last.lane, last.start, length, last.num_bytes + span.num_bytes
+                )
                 continue
         merged.append(span)
     return merged
 
 
-def _memory(samples: list[Sample], budgets: dict[str, int], start: float, resolution: float) -> list[dict[str, Any]]:
+def _memory(
+    samples: list[MemorySample], budgets: dict[str, int], start: float, resolution: float
+) -> list[dict[str, Any]]:
     highest: dict[str, dict[int, int]] = defaultdict(dict)
     for sample in samples:
         bucket = int((sample.time - start) / resolution)
@@ -84,7 +88,7 @@ def _memory(samples: list[Sample], budgets: dict[str, int], start: float, resolu
     ]
 
 
-def _traffic(spans: list[Span], seconds: float) -> list[dict[str, Any]]:
+def _traffic(spans: list[TraceSpan], seconds: float) -> list[dict[str, Any]]:
     num_bytes: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)  # with one transfer or several
     until: dict[str, float] = defaultdict(lambda: -math.inf)
@@ -99,7 +103,7 @@ def _traffic(spans: list[Span], seconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def _waits(spans: list[Span]) -> list[dict[str, Any]]:
+def _waits(spans: list[TraceSpan]) -> list[dict[str, Any]]:
     waits: dict[str, float] = defaultdict(float)
     for span in spans:
         if span.category == Category.WAIT:
@@ -110,7 +114,7 @@ def _waits(spans: list[Span]) -> list[dict[str, Any]]:
     return [*rows, {"module": f"{len(largest) - _MAX_WAITS} others", "seconds": rest}] if rest else rows
 
 
-def _totals(spans: list[Span]) -> dict[str, float]:
+def _totals(spans: list[TraceSpan]) -> dict[str, float]:
     totals: dict[str, float] = defaultdict(float)
     for span in spans:
         totals[span.category] += span.seconds

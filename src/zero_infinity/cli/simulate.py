@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_infinity.cli import subject
-from zero_infinity.cli.division import divide
+from zero_infinity.cli import plan_arguments
+from zero_infinity.cli.engine_division import divide
 from zero_infinity.cli.plan import outcome_json
 from zero_infinity.errors import ConfigError
-from zero_infinity.plan.outcome import Outcome
-from zero_infinity.plan.setup import Setup, prepare
-from zero_infinity.plan.simulator import simulate
+from zero_infinity.planner.outcome import SimulatedStep
+from zero_infinity.planner.plan_inputs import PlanInputs, prepare
+from zero_infinity.planner.simulator import simulate
 from zero_infinity.trace import Trace
 from zero_infinity.units import format_bytes, format_count, format_seconds
 
@@ -38,16 +38,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subject.add_options(parser)
+    plan_arguments.add_options(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write two steps as Chrome trace JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    hardware = subject.hardware_of(args)
-    job = subject.job_of(args, hardware)
-    model = subject.model_of(args)
+    hardware = plan_arguments.hardware_of(args)
+    job = plan_arguments.job_of(args, hardware)
+    model = plan_arguments.model_of(args)
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {args.trace}: the directory does not exist")
     started = time.perf_counter()
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _make_trace(setup: Setup, name: str) -> Trace:
+def _make_trace(setup: PlanInputs, name: str) -> Trace:
     budgets = {setup.hardware.host.name: setup.host_memory}
     if setup.device_cache is not None and setup.hardware.device is not None:
         budgets[setup.hardware.device.name] = setup.device_cache
@@ -75,7 +75,7 @@ def _make_trace(setup: Setup, name: str) -> Trace:
     return Trace(f"{name} on {_devices(setup)} of {setup.hardware.name}, two steps, simulated{part}", budgets)
 
 
-def _print(console: Console, setup: Setup, outcome: Outcome, title: str, seconds: float) -> None:
+def _print(console: Console, setup: PlanInputs, outcome: SimulatedStep, title: str, seconds: float) -> None:
     console.print(f"[bold]{escape(title)}[/] on {_devices(setup)} of {escape(setup.hardware.name)}")
     table = Table("link", "bytes of a rank", "busy", "of the step")
     for traffic in outcome.traffic:
@@ -98,5 +98,5 @@ def _print(console: Console, setup: Setup, outcome: Outcome, title: str, seconds
     console.print(rows)
 
 
-def _devices(setup: Setup) -> str:
+def _devices(setup: PlanInputs) -> str:
     return "1 device" if setup.num_ranks == 1 else f"{setup.num_ranks:,} devices"

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from zero_infinity.cli import interruption
+from zero_infinity.cli import signals
 from zero_infinity.cli.progress import NoProgress, Progress, choose
 from zero_infinity.cli.ranks import Ranks, joined, speaks
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
-from zero_infinity.workload.presets import PRESETS, Shape, preset
+from zero_infinity.models.presets import PRESETS, Shape, preset
 
 if TYPE_CHECKING:
     from zero_infinity.cli.checkpoints import SaveOptions
-    from zero_infinity.cli.training import Job
+    from zero_infinity.cli.training_loop import TrainJob
 
 DEFAULT_PRESET = "25M"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -138,7 +138,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    with interruption.watched() as watch, joined(args.timeout) as ranks:
+    with signals.watched() as watch, joined(args.timeout) as ranks:
         with ExitStack() as stack:
             with ranks.agreed("the settings"):
                 model = _model(args)
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
                 )
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
-            from zero_infinity.cli.training import train
+            from zero_infinity.cli.training_loop import train
 
             summary = train(_job(args, model, save), config, watch, _progress(args, ranks), ranks)
         if ranks.rank == 0:
@@ -182,10 +182,10 @@ def _alike(args: argparse.Namespace, config: Config) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted({**options, **settings}.items()))
 
 
-def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> Job:
-    from zero_infinity.cli.training import Job
+def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> TrainJob:
+    from zero_infinity.cli.training_loop import TrainJob
 
-    return Job(
+    return TrainJob(
         model=model,
         seq=args.seq,
         batch=args.batch,

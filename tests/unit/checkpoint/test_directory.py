@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import zero_infinity as zi
-from zero_infinity.checkpoint.directory import Aside, find, has_checkpoint
+from zero_infinity.checkpoint.directory import CheckpointDraft, find, has_checkpoint
 
 
 def publish(directory: Path, step: int, keep: int | None = None) -> Path:
-    aside = Aside(directory)
+    aside = CheckpointDraft(directory)
     (aside.path / "manifest.json").write_text("{}")
     (aside.path / "model-00001-of-00001.safetensors").write_bytes(b"")
     return aside.publish(step, keep)
@@ -78,7 +78,7 @@ def test_the_link_may_lead_elsewhere(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
-    aside = Aside(tmp_path)
+    aside = CheckpointDraft(tmp_path)
     aside.path.rmdir()
     aside.discard()
     aside.discard()
@@ -110,10 +110,10 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_has_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
-    writing = Aside(tmp_path)
+    writing = CheckpointDraft(tmp_path)
     child = os.fork()
     if not child:
-        killed = Aside(tmp_path)
+        killed = CheckpointDraft(tmp_path)
         (killed.path / "rank-00000.json").write_text("{}")
         os._exit(0)
     os.waitpid(child, 0)
@@ -134,7 +134,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(zi.CheckpointError, match="it is a file"):
         find(tmp_path / "file")
     with pytest.raises(zi.TransferError, match="cannot make a checkpoint in .*file"):
-        Aside(tmp_path / "file")
+        CheckpointDraft(tmp_path / "file")
 
 
 def test_an_existing_thing_under_the_name_is_not_replaced(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from zero_infinity.cli.peers.turns import Turns
-from zero_infinity.workload.model import ByteGPT
+from zero_infinity.models.byte_gpt import ByteGPT
 
 turns = Turns()
 deepspeed.init_distributed("gloo")

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from zero_infinity.cli.peers.turns import Turns
-from zero_infinity.workload.model import ByteGPT
+from zero_infinity.models.byte_gpt import ByteGPT
 
 turns = Turns()
 dist.init_process_group("gloo")

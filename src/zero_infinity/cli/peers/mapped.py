@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zero_infinity.cli.peers.turns import Turns
-from zero_infinity.workload.model import ByteGPT
+from zero_infinity.models.byte_gpt import ByteGPT
 
 turns = Turns()
 numbers = count()

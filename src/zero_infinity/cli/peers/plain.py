@@ -3,7 +3,7 @@
 import torch
 
 from zero_infinity.cli.peers.turns import Turns
-from zero_infinity.workload.model import ByteGPT
+from zero_infinity.models.byte_gpt import ByteGPT
 
 turns = Turns()
 torch.manual_seed(turns.seed)

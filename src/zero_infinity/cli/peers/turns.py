@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
-from zero_infinity.workload.presets import Shape
-from zero_infinity.workload.text import ByteBatches, standard_library
+from zero_infinity.models.presets import Shape
+from zero_infinity.models.text import ByteBatches, standard_library
 
 
 class Turns:

@@ -1,0 +1,149 @@
+"""Where the bytes of saved tensors are put: what is asked of such a place, and the one in the engine's store.
+
+A `BlockActivationStorage` keeps them as blocks. The policy may evict these to NVMe and fetches them ahead of backward:
+putting is one access, taking another, in an order that repeats every step. Blocks are therefore reused: there is a pool
+for each size, and of its free blocks the first is taken, in whatever order they came back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Protocol
+
+import torch
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.sizes import round_up
+from zero_infinity.storage.block import Block
+from zero_infinity.tiers.host_cache import HostCache, SpareBytes
+
+
+class ActivationSlot(Protocol):
+    """Bytes that were put somewhere."""
+
+    def take(self, into: torch.Tensor) -> None:
+        """Copy them out, and give their room back."""
+
+    def drop(self) -> None:
+        """Give their room back."""
+
+
+class ActivationStorage(Protocol):
+    """Somewhere to put bytes. Used by one thread at a time."""
+
+    held_bytes: int  # that were put there and not taken
+
+    @property
+    def total_bytes(self) -> int:
+        """Of what is used again and again, in use or free."""
+
+    @property
+    def room(self) -> int:
+        """The most that can be put there now."""
+
+    def put(self, data: torch.Tensor) -> ActivationSlot | None:
+        """Keep a copy of these bytes; None when there is no room."""
+
+    def end_cycle(self) -> None:
+        """A step is over."""
+
+
+class BlockActivationStorage:
+    """Bytes in blocks, under a residency's policy and budget.
+
+    `spare`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
+    memory then, what all of them are taken from.
+    """
+
+    def __init__(self, host_cache: HostCache, home: Home, spare: SpareBytes) -> None:
+        self.host_cache = host_cache
+        self._home = home
+        self._spare = spare
+        self._free: dict[int, list[tuple[int, Block]]] = {}  # heaps, by size
+        self._used: set[int] = set()  # keys of the blocks that this cycle has used
+        self.held_bytes = 0
+        self._total_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    @property
+    def room(self) -> int:
+        return max(0, self._spare.num_bytes)
+
+    def put(self, data: torch.Tensor) -> ActivationSlot | None:
+        block = self._take_block(data.nbytes)
+        if block is None:
+            return None
+        host_cache = self.host_cache
+        try:
+            host_cache.access(block)
+        except CapacityError:
+            self.give_back(block)
+            return None
+        host_cache.wait(block)
+        with host_cache.pinned(block), host_cache.store.changing(block) as memory:
+            memory.copy_(data)
+        host_cache.store.mark_dirty(block)
+        return _BlockSlot(self, block)
+
+    def end_cycle(self) -> None:
+        """Drop free blocks that the step did not use, lest new sizes in each step pile up."""
+        idle = [b for heap in self._free.values() for key, b in heap if key not in self._used]
+        if idle:
+            expected = set(self.host_cache.policy.order)
+            for block in idle:
+                if block.key not in expected:
+                    heap = self._free[block.num_bytes]
+                    heap.remove((block.key, block))
+                    heapq.heapify(heap)
+                    self._total_bytes -= block.num_bytes
+                    self.host_cache.remove(block)
+        self._used.clear()
+
+    def give_back(self, block: Block) -> None:
+        self.host_cache.expire(block)
+        heapq.heappush(self._free[block.num_bytes], (block.key, block))
+        self._hold(-round_up(block.num_bytes))
+
+    def _take_block(self, num_bytes: int) -> Block | None:
+        size = round_up(num_bytes)
+        if size > self.room:
+            return None
+        free = self._free.setdefault(num_bytes, [])
+        if free:
+            _, block = heapq.heappop(free)
+        else:
+            block = self.host_cache.store.create("a saved tensor", num_bytes, self._home)
+            self.host_cache.add(block)
+            self._total_bytes += num_bytes
+        self._used.add(block.key)
+        self._hold(size)
+        return block
+
+    def _hold(self, change: int) -> None:
+        self.held_bytes += change
+        if self._home is Home.RAM:
+            self._spare.num_bytes -= change
+
+
+class _BlockSlot:
+    """One block in use."""
+
+    __slots__ = ("_block", "_shelf")
+
+    def __init__(self, storage: BlockActivationStorage, block: Block) -> None:
+        self._shelf = storage
+        self._block = block
+
+    def take(self, into: torch.Tensor) -> None:
+        host_cache = self._shelf.host_cache
+        host_cache.access(self._block)
+        host_cache.wait(self._block)
+        into.copy_(host_cache.store.lease(self._block))
+        self.drop()
+
+    def drop(self) -> None:
+        self._shelf.give_back(self._block)

@@ -1,0 +1,201 @@
+"""Blocks that keep their inputs only, and are computed again in backward: activation checkpointing.
+
+The model's code does not change: a block's `_call_impl`, which `nn.Module.__call__` looks up on the instance, is
+replaced by one that calls the old one under torch's non-reentrant checkpoint. So the block's hooks, those of the engine
+included, run inside of it, in forward and again in backward, and both times the same tensors are saved.
+
+What torch's checkpoint leaves to its caller is done here:
+
+- Whatever else than tensors a block is given is kept as it was before the call: a list that the block appends to grows
+  once, not twice.
+- Buffers that a block changes in forward (the statistics of a batch norm) have their old values in the second
+  computation, and their new ones after it.
+- For a cache of keys and values that is still empty (Hugging Face models make one in training, too) a block gets an
+  empty one of its own each time: the second computation would find the common one filled, and that would keep the keys
+  and values of all blocks. A block that is given a filled one (a prefix) is left alone.
+
+A block is left alone in eval mode, without gradients, and where somebody recomputes already.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C import _autograd
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from zero_infinity.activations.block_finder import Stack, find_stacks
+from zero_infinity.config import Config
+from zero_infinity.params.dynamo import not_compiled
+from zero_infinity.params.module_hooks import Hook
+from zero_infinity.params.unshard import Unsharder, outer_pack
+
+
+def find_blocks(model: nn.Module, config: Config) -> Stack:
+    """The blocks to compute again in backward: of each stack every k-th, beginning with the first."""
+    interval = int(config.checkpoint_activations)
+    if not interval or _checkpoints_itself(model):
+        return []
+    stacks = find_stacks(model, config.checkpoint_modules)
+    return [block for stack in stacks for block in stack[::interval] if not _calls_checkpoint(block)]
+
+
+def attach(blocks: Stack, unsharder: Unsharder | None = None) -> None:
+    """Let these blocks be computed again in backward, from now on; their inputs are kept by `unsharder`."""
+    for block in blocks:
+        block.__dict__["_call_impl"] = Recomputed(block, unsharder)
+
+
+class Recomputed(Hook):
+    """Calls a block so that it is computed again in backward. A copy of the block is a plain one."""
+
+    def __init__(self, block: nn.Module, unsharder: Unsharder | None) -> None:
+        self._block = block
+        self._unsharder = unsharder
+        self._call: Callable[..., Any] = block._call_impl
+        self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once that is known
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._block.training or not _may_checkpoint():
+            return self._call(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        caches = [leaf for leaf in leaves if _is_cache(leaf)]
+        if any(cache.get_seq_length() for cache in caches):
+            return self._call(*args, **kwargs)
+        if caches:
+            leaves = [_copy_of_cache(leaf) if _is_cache(leaf) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(map(_fresh, leaves), structure)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        buffers = self._copy_buffers()
+        first = [(args, kwargs)]
+
+        def run(*tensors: torch.Tensor) -> Any:
+            if first:
+                args, kwargs = first.pop()
+                return self._call(*args, **kwargs)
+            kept = iter(tensors)
+            args, kwargs = tree_unflatten([next(kept) if o is _TENSOR else _fresh(o) for o in others], structure)
+            with _with_buffers(buffers):
+                return self._call(*args, **kwargs)
+
+        del args, kwargs, leaves
+        # The checkpoint saves its inputs under the hooks around it, and everything else under its own.
+        with self._unsharder.keeping_saved() if self._unsharder is not None else nullcontext():
+            result = checkpoint(run, *tensors, use_reentrant=False)
+        if self._changing is None:
+            self._changing = [(b.owner, b.name) for b in buffers if b.has_changed]
+            buffers[:] = [b for b in buffers if b.has_changed]
+        return result
+
+    def _copy_buffers(self) -> list[_Buffer]:
+        """Copies of the buffers that forward may change."""
+        names = self._changing
+        if names is None:
+            names = [(m, n) for m in self._block.modules() for n, b in m._buffers.items() if b is not None]
+        found = ((owner, name, owner._buffers[name]) for owner, name in names)
+        return [_Buffer(o, n, b, b.detach().clone()) for o, n, b in found if b is not None]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self._call,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._call, memo)
+
+
+_TENSOR = object()  # in the place of a tensor
+
+
+class _Buffer(NamedTuple):
+    """A buffer, and its value before a forward."""
+
+    owner: nn.Module
+    name: str
+    buffer: torch.Tensor
+    before: torch.Tensor
+
+    @property
+    def has_changed(self) -> bool:
+        # By value: a batch norm's kernel does not tell autograd that it changes them.
+        now = self.owner._buffers.get(self.name)
+        return now is not self.buffer or not torch.equal(self.before, self.buffer)
+
+
+@contextmanager
+def _with_buffers(buffers: list[_Buffer]) -> Iterator[None]:
+    """Inside, modules have copies of their buffers as they were."""
+    now = [b.owner._buffers.get(b.name) for b in buffers]
+    for b in buffers:
+        b.owner._buffers[b.name] = b.before.clone()
+    try:
+        yield
+    finally:
+        for b, buffer in zip(buffers, now, strict=True):
+            b.owner._buffers[b.name] = buffer
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _may_checkpoint() -> bool:
+    """Whether autograd will want what a forward saves, and nobody recomputes it already."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    # A forward inside of a backward is somebody's second computation.
+    if torch._C._current_graph_task_id() != -1:
+        return False
+    # torch.func forbids saved-tensor hooks, which the checkpoint consists of.
+    if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    return getattr(outer_pack(), "__module__", None) != checkpoint.__module__
+
+
+def _is_cache(value: object) -> bool:
+    """Whether it is a cache of keys and values, as transformers models hand from block to block."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update") and not isinstance(value, nn.Module)
+
+
+def _fresh(value: Any) -> Any:
+    return _copy_of_cache(value) if _is_cache(value) else value
+
+
+def _copy_of_cache(cache: Any) -> Any:
+    """A copy with the same tensors: other blocks may have put some there."""
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in _tensors_in(cache, set())})
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        for item in (*items, *getattr(value, "__dict__", {}).values()):
+            yield from _tensors_in(item, seen)
+
+
+def _checkpoints_itself(model: nn.Module) -> bool:
+    """Whether `gradient_checkpointing_enable()` of transformers was called, or a model has a switch like it."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def _calls_checkpoint(block: nn.Module) -> bool:
+    """Whether a forward in the block calls a `checkpoint` of its own, and no switch of its module says that it is off.
+
+    Only what is plain to see. A checkpoint inside of ours is right, too; it computes once more than necessary.
+    """
+    for module in block.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None and "checkpoint" in code.co_names:
+            switches = [value for name, value in vars(module).items() if "checkpoint" in name]
+            if not switches or any(switches):
+                return True
+    return False

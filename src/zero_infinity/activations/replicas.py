@@ -1,0 +1,73 @@
+"""Ranks that compute the same activations: each keeps a part of them, and all put them together for backward (P_a).
+
+So it is with tensor parallelism: what goes from block to block is the same on every rank of a row. That it really is
+the same is checked each time: ranks compare a sum of all bits before anyone lets go of the rest.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.errors import DivergenceError
+from zero_infinity.policy.partition import Span
+from zero_infinity.units import format_bytes
+
+_NUMBER = -30  # of the topic that all of them have in common
+_ROW = 1024  # words
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: a difference in one sum shows in the product
+
+
+class Replicas:
+    """The ranks of one group, for the thread that computes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def part(self, num_bytes: int) -> Span:
+        """What this rank keeps of a tensor."""
+        return self._spans(num_bytes)[self._channel.rank]
+
+    def check_same(self, whole: torch.Tensor) -> None:
+        """Raise when another rank has other bytes."""
+        topic = Topic("activations", _NUMBER, "the input of a recomputed block")
+        said = self._channel.agree(topic, [whole.nbytes, fingerprint(whole)])
+        for rank, (num_bytes, sums) in enumerate(said):
+            if (num_bytes, sums) != tuple(said[0]):
+                how = (
+                    f"{format_bytes(num_bytes)} and {format_bytes(said[0][0])}"
+                    if num_bytes != said[0][0]
+                    else f"other values ({format_bytes(num_bytes)})"
+                )
+                raise DivergenceError(
+                    f"ranks {rank} and 0 of activation_group have different inputs of a recomputed block: {how}\n"
+                    "  fix:   activation_group= is for ranks that compute the same (tensor parallel): give them the "
+                    "same batch and seed dropout alike, or leave it out"
+                )
+
+    def gather(self, whole: torch.Tensor) -> None:
+        """Fill `whole`, of which each rank has its part."""
+        topic = Topic("activations", _NUMBER, "the input of a recomputed block")
+        self._channel.agree(topic, [whole.nbytes])
+        self._channel.gather(topic, [(whole, self._spans(whole.nbytes))])
+
+    def _spans(self, num_bytes: int) -> list[Span]:
+        ends = [num_bytes * rank // self._channel.num_ranks for rank in range(self._channel.num_ranks + 1)]
+        return [Span(start, stop) for start, stop in pairwise(ends)]
+
+
+def fingerprint(data: torch.Tensor) -> int:
+    """A number that other bytes, or the same in another order, do not have but by chance.
+
+    Sums over rows and over columns, each weighted by its place: it takes no memory beside, on any device.
+    """
+    num_words = len(data) // 8
+    words = data[: num_words * 8].view(torch.int64)
+    total = data[num_words * 8 :].to(torch.int64).sum()
+    rows = words[: num_words // _ROW * _ROW].view(-1, _ROW)
+    for sums in (rows.sum(1), rows.sum(0), words[rows.numel() :]):
+        weights = torch.arange(1, len(sums) + 1, device=data.device) * _FACTOR
+        total = total * _FACTOR + (sums * (weights ^ (weights >> 32))).sum()
+    return int(total.item())

@@ -1,0 +1,254 @@
+"""A checkpoint's weights as a folder that `from_pretrained` of transformers reads, and everybody who reads safetensors.
+
+Needs neither the model's code nor its memory: tensors are copied piece by piece, checked on the way, and converted to
+another dtype if that is wanted. Where transformers is at hand and knows the model, fused weights get back the names and
+shapes that files of such models have; those are in memory one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_infinity.checkpoint.directory import find, storage_errors, sync_directory
+from zero_infinity.checkpoint.file_plan import SHARD_BYTES, FilePlace, TensorKind, plan_files
+from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.manifest import MODEL, Manifest
+from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
+from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
+from zero_infinity.checkpoint.plain_tensors import bytes_of
+from zero_infinity.checkpoint.pretrained import INDEX, SINGLE
+from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.save import CheckpointSave
+from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES
+from zero_infinity.comm.agreement import Agreement
+from zero_infinity.engine import TrainingEngine
+from zero_infinity.errors import ConfigError, UsageError
+
+_ROOM_BYTES = 20 << 20
+_PAGES_BYTES = (2 << 20) + (8 << 10)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    model: nn.Module | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write the weights of `checkpoint` to the new folder `directory`; returns their bytes.
+
+    `dtype`: of floating-point weights, else as they were saved. `model`: to convert names by, if it is at hand.
+    """
+    _check(directory, dtype)
+    with ExitStack() as stack:
+        opened = OpenCheckpoint(find(checkpoint), stack)
+        export = _Export(opened, dtype, model or _from_config(opened.manifest))
+        files, places = plan_files(export.kinds, SHARD_BYTES)
+        with storage_errors(directory, "export to"):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            aside = directory.parent / f".exporting-{secrets.token_hex(8)}"
+            aside.mkdir()
+        try:
+            for name, file in files.items():
+                create(aside / name, file.beginning, file.num_bytes)
+            num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
+            export.write(aside, places, ProgressMeter(progress, num_bytes))
+            _write_index(aside, places, num_bytes)
+            for name, values in _settings(opened.manifest, dtype).items():
+                write_whole(aside / name, json.dumps(values, indent=2).encode() + b"\n")
+            with storage_errors(directory, "name"):
+                sync_directory(aside)
+                aside.rename(directory)
+                sync_directory(directory.parent)
+        except BaseException:
+            _remove(aside)
+            raise
+    return num_bytes
+
+
+class WeightExport:
+    """A prepared model's weights: they are saved aside by all ranks, and put in order by the first."""
+
+    def __init__(self, model: nn.Module, engine: TrainingEngine) -> None:
+        self._model = model
+        self._engine = engine
+        self._agreement = Agreement("zi.export", engine.ranks, engine.step_channel)
+
+    def write(self, directory: Path, dtype: torch.dtype | None, progress: Progress | None = None) -> None:
+        agreement = self._agreement
+        aside = None
+        with agreement.agreed("making room"):
+            if agreement.rank == 0:
+                _check(directory, dtype)
+                with storage_errors(directory, "export to"):
+                    directory.parent.mkdir(parents=True, exist_ok=True)
+                    aside = Path(tempfile.mkdtemp(prefix=".exporting-", dir=directory.parent))
+        try:
+            name = agreement.of_first("the folder", aside.name if aside is not None else "")
+            saving = CheckpointSave(self._model, self._engine, with_optimizer=False)
+            saved = saving.write(directory.parent / name, {}, None, progress=progress)
+            with agreement.agreed("writing"):
+                if agreement.rank == 0:
+                    export_checkpoint(saved, directory, dtype=dtype, model=self._model, progress=progress)
+        finally:
+            if aside is not None:
+                shutil.rmtree(aside)
+
+
+class _Export:
+    """What is written, and what of."""
+
+    def __init__(self, opened: OpenCheckpoint, dtype: torch.dtype | None, model: nn.Module | None) -> None:
+        self._sources = {name: tensor for (section, name), tensor in opened.tensors.items() if section == MODEL}
+        self._dtype = dtype
+        self._model = model
+        self._plan = self._names()
+        self.kinds: dict[tuple[str, str], TensorKind] = {}
+        for target, source in self._plan.direct.items():
+            tensor = self._sources[source]
+            self.kinds[MODEL, target] = self._kind(tensor.dtype, tensor.true_shape)
+        for conversion in self._plan.conversions:
+            for target, made in self._apply(conversion, meta=True).items():
+                self.kinds[MODEL, target] = self._kind(made.dtype, tuple(made.shape))
+
+    def _names(self) -> NamePlan:
+        try:
+            plan = plan_export(self._model, self._sources)
+            for conversion in plan.conversions:
+                self._apply(conversion, meta=True)
+        except Exception:  # noqa: BLE001 - whatever transformers does not manage: the names as they are can be read, too
+            return NamePlan({name: name for name in self._sources})
+        return plan
+
+    def _kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorKind:
+        return TensorKind(NAMES[self._dtype if self._dtype is not None and dtype.is_floating_point else dtype], shape)
+
+    def _apply(self, conversion: NameConversion, *, meta: bool) -> dict[str, torch.Tensor]:
+        return conversion.apply(self._model or nn.Module(), partial(self._read, meta=meta))
+
+    def _read(self, name: str, *, meta: bool) -> torch.Tensor:
+        source = self._sources[name]
+        if meta:
+            return torch.empty(source.true_shape, dtype=source.dtype, device="meta")
+        return source.whole(memoryview(mmap.mmap(-1, _PAGES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+
+    def write(self, folder: Path, places: Mapping[tuple[str, str], FilePlace], meter: ProgressMeter) -> None:
+        names = dict.fromkeys(place.file for place in places.values())
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context(OpenFile(folder / name, writable=True)) for name in names}
+            with IOThreadPool(_ROOM_BYTES) as thread_pool:
+                thread_pool.run(self._direct_jobs(opened, places, meter))
+                for conversion in self._plan.conversions:
+                    for target, made in self._apply(conversion, meta=False).items():
+                        place = places[MODEL, target]
+                        opened[place.file].write(place.start, _converted(made, place.kind))
+                        meter.add(place.kind.num_bytes)
+            for file in opened.values():
+                file.sync()
+
+    def _direct_jobs(
+        self, opened: Mapping[str, OpenFile], places: Mapping[tuple[str, str], FilePlace], meter: ProgressMeter
+    ) -> Iterator[Job]:
+        for target, name in self._plan.direct.items():
+            place, source = places[MODEL, target], self._sources[name]
+            file = opened[place.file]
+            if source.order is not None:
+                yield partial(_copy_whole, source, file, place, meter)
+            else:
+                for number in source.pieces(0, source.num_bytes // source.dtype.itemsize):
+                    yield partial(_copy_piece, source, number, file, place, meter)
+
+
+def _check(directory: Path, dtype: torch.dtype | None) -> None:
+    if dtype is not None and (dtype not in NAMES or not dtype.is_floating_point):
+        raise ConfigError(
+            f"dtype {dtype} is none that weights are saved in\n  fix:   one of float32, bfloat16, float16"
+        )
+    with storage_errors(directory, "export to"):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UsageError(f"{directory} is there already, and not empty\n  fix:   export to a new folder")
+
+
+def _copy_whole(source: StoredTensor, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview) -> None:
+    file.write(place.start, _converted(source.whole(room), place.kind))
+    meter.add(place.kind.num_bytes)
+
+
+def _copy_piece(
+    source: StoredTensor, number: int, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview
+) -> None:
+    width = DTYPES[place.kind.dtype].itemsize
+
+    def copy(part: torch.Tensor, first: int) -> None:
+        data = _converted(part, place.kind)
+        file.write(place.start + first * width, data)
+        meter.add(len(data))
+
+    source.read_piece(number, room, copy)
+
+
+def _converted(tensor: torch.Tensor, kind: TensorKind) -> memoryview:
+    return memoryview(bytes_of(tensor.to(DTYPES[kind.dtype])))
+
+
+def _write_index(folder: Path, places: Mapping[tuple[str, str], FilePlace], num_bytes: int) -> None:
+    """Which tensor is in which file; one file alone has a name that says it all."""
+    files = {name: place.file for (_, name), place in places.items()}
+    names = set(files.values())
+    if len(names) == 1:
+        os.rename(folder / names.pop(), folder / SINGLE)
+        return
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
+    write_whole(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+
+
+def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The JSON files that belong to the weights of a Hugging Face model."""
+    files = {}
+    for name in ("config.json", "generation_config.json"):
+        values = (manifest.model_config or {}).get(name)
+        if isinstance(values, dict):
+            files[name] = dict(values)
+    if "config.json" in files:
+        floating = [DTYPES[tensor.dtype] for tensor in manifest.tensors[MODEL].values()]
+        saved = next((found for found in floating if found.is_floating_point), torch.float32)
+        files["config.json"]["dtype"] = str(dtype or saved).removeprefix("torch.")
+    return files
+
+
+def _from_config(manifest: Manifest) -> nn.Module | None:
+    """The model without its values, if transformers is installed and knows it."""
+    config = (manifest.model_config or {}).get("config.json")
+    if not isinstance(config, dict):
+        return None
+    try:
+        import transformers
+
+        kind: Any = getattr(transformers, manifest.model_class)
+        with torch.device("meta"):
+            model: nn.Module = kind(transformers.AutoConfig.for_model(**config))
+    except Exception:  # noqa: BLE001 - then names stay as they are
+        return None
+    return model
+
+
+def _remove(folder: Path) -> None:
+    for entry in folder.iterdir():
+        entry.unlink()
+    folder.rmdir()

@@ -1,0 +1,86 @@
+"""Threads that move pieces, each with a room of its own in memory: all the memory that saving and loading take.
+
+Between two steps nothing uses what the engine sets aside for gradients on their way to the update. That is what the
+rooms are made of, so that the memory budget holds while a checkpoint is written or read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from zero_infinity.checkpoint.manifest import PIECE_BYTES
+from zero_infinity.interrupts import through
+from zero_infinity.one_core_thread import use_one_core
+from zero_infinity.policy.sizes import ALIGNMENT, round_up
+
+Job = Callable[[memoryview], None]
+
+# Enough for a drive's bandwidth with pieces of this size, of which some are being read or written and one checked.
+_NUM_THREADS = 12
+_MAX_ROOM = PIECE_BYTES + 2 * ALIGNMENT
+# With less memory than that: fewer threads, and smaller rooms.
+_FEW_THREADS = 4
+_MIN_ROOM = 4 * ALIGNMENT
+
+
+class IOThreadPool:
+    """A few threads, and `num_bytes` of memory between them (at least 16 KiB)."""
+
+    def __init__(self, num_bytes: int, *, with_torch: bool = True) -> None:
+        num_threads = min(_NUM_THREADS, num_bytes // _MAX_ROOM)
+        if num_threads < _FEW_THREADS:
+            num_threads = max(1, min(_FEW_THREADS, num_bytes // _MIN_ROOM))
+        room = max(_MIN_ROOM, min(_MAX_ROOM, num_bytes // num_threads // ALIGNMENT * ALIGNMENT))
+        # Private: shared anonymous memory counts as page cache, and gets no huge pages.
+        memory = mmap.mmap(-1, num_threads * round_up(room), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._rooms = [memoryview(memory)[at : at + room] for at in range(0, len(memory), round_up(room))]
+        self.room_bytes = room - 2 * ALIGNMENT  # for a piece: what it is read from may not begin at a page
+        # Who computes with torch beside others does so on one core.
+        set_up = use_one_core if with_torch else None
+        self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", set_up)
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._failed = True  # of jobs that an interrupt has left
+        self._executor.shutdown()
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Do all jobs, in any order; the first error is raised when no thread is in a job any more."""
+        self.finish(self.start(jobs))
+
+    def start(self, jobs: Iterable[Job]) -> list[Future[None]]:
+        """Begin to do them; each thread has one `Future` for all that it does."""
+        waiting = iter(jobs)
+        return [self._executor.submit(self._work, waiting, room) for room in self._rooms]
+
+    @staticmethod
+    def finish(futures: Iterable[Future[None]]) -> None:
+        """Wait for the end of all, and raise the first error."""
+        futures = list(futures)
+        for future in futures:
+            with through():
+                future.exception()
+        for future in futures:
+            future.result()
+
+    def _work(self, waiting: Iterator[Job], room: memoryview) -> None:
+        try:
+            while (job := self._next(waiting)) is not None:
+                job(room)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _next(self, waiting: Iterator[Job]) -> Job | None:
+        with self._lock:
+            return None if self._failed else next(waiting, None)

@@ -1,0 +1,149 @@
+"""Reads a checkpoint into a prepared model, whatever its ranks, stage, budget and dtypes are and were.
+
+First everything that can be wrong is looked at; then blocks are filled. Each rank reads what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_infinity.checkpoint import rank_state
+from zero_infinity.checkpoint.directory import find
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
+from zero_infinity.checkpoint.model_contents import contents_of, state_key
+from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
+from zero_infinity.checkpoint.plain_tensors import as_real
+from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
+from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
+from zero_infinity.comm.agreement import Agreement
+from zero_infinity.engine import TrainingEngine
+from zero_infinity.errors import CheckpointError
+from zero_infinity.interrupts import held
+from zero_infinity.optim.state_records import MASTER
+from zero_infinity.optim.update_rule import copy_scalars
+from zero_infinity.params.unit import ManagedParameter
+
+
+class CheckpointLoad:
+    """One checkpoint into one model, on one rank."""
+
+    def __init__(self, model: nn.Module, engine: TrainingEngine, *, with_optimizer: bool, strict: bool) -> None:
+        self._engine = engine
+        self._optimizer = engine.user_optimizer if with_optimizer else None
+        self._contents = contents_of(model, engine.host, engine.records)
+        self._strict = strict
+        self._agreement = Agreement("zi.load", engine.ranks, engine.step_channel)
+
+    def read(self, path: Path, objects: Mapping[str, Any], progress: Progress | None = None) -> dict[str, Any]:
+        """Load; returns what was saved as `extra`."""
+        agreement, engine = self._agreement, self._engine
+        engine.host.finish()
+        with ExitStack() as stack:
+            folder = self._find(path)
+            with agreement.agreed("checks"):
+                checkpoint = OpenCheckpoint(folder, stack)
+                manifest = checkpoint.manifest
+                random_states, extra = rank_state.read(folder, manifest, agreement.rank)
+                rank_state.check_objects(extra, objects, folder)
+                found, problems = match(self._contents, checkpoint, self._optimizer, strict=self._strict)
+                problems.raise_if_any(
+                    f"{folder} does not fit the model",
+                    "build the model and the optimizer as they were; strict=False leaves alone what one of them lacks",
+                )
+            digest = manifest.to_bytes()[:128].decode()
+            agreement.same("the checkpoint", digest, "the same path, on a file system that all machines share")
+            with agreement.agreed("reading"), held(), engine.replacing():
+                self._fill(found, ProgressMeter(progress))
+                if self._optimizer is not None and manifest.optimizer is not None:
+                    self._take_settings(manifest.optimizer)
+                    self._take_states(found)
+            if self._optimizer is not None:
+                engine.go_on_from(manifest.step)
+                if manifest.loss_scale is not None and engine.loss_scale is not None:
+                    engine.loss_scale.load_state_dict(manifest.loss_scale)
+                if random_states is not None:
+                    rank_state.restore_random(random_states)
+            rank_state.restore_objects(extra, objects)
+        return extra
+
+    def _find(self, path: Path) -> Path:
+        """The first rank says which one is the latest."""
+        agreement = self._agreement
+        name = ""
+        with agreement.agreed("finding it"):
+            if agreement.rank == 0:
+                found = find(path)
+                name = found.name if found != path else ""
+            elif not path.is_dir():
+                raise CheckpointError(
+                    f"{path} is not there for rank {agreement.rank}\n  fix:   a file system that all share"
+                )
+        return path / agreement.of_first("its name", name)
+
+    # ------------------------------------------------------------------ values and states
+
+    def _fill(self, found: TensorMatch, meter: ProgressMeter) -> None:
+        contents, engine = self._contents, self._engine
+        with IOThreadPool(engine.placement.set_aside) as thread_pool:
+            filling = ShardReader(contents, thread_pool, replaces_records=self._optimizer is not None, meter=meter)
+            meter.total = sum(task.num_bytes for task in self._tasks(filling, found))
+            filling.run(self._tasks(filling, found))
+            with torch.no_grad():
+                for name, value in contents.plain.items():
+                    source = found.sources.get((MODEL, name))
+                    if source is not None:
+                        thread_pool.run([partial(_copy_whole, source, value)])
+
+    def _tasks(self, filling: ShardReader, found: TensorMatch) -> Iterator[FillTask]:
+        contents = self._contents
+        for unit in contents.units:
+            yield from filling.of_unit(unit, found.sources)
+            record = self._engine.records.get(unit)
+            if record is not None:
+                slots: dict[ManagedParameter, tuple[str, ...]] = {}
+                for known, names in record.state_names.items():
+                    is_started = contents.first_name(known) in found.states
+                    slots[known] = ((MASTER,) if record.has_master else ()) + (names if is_started else ())
+                yield from filling.of_record(record, slots, found.sources)
+
+    def _take_settings(self, entry: OptimizerEntry) -> None:
+        for group, saved in zip(self._engine.user_optimizer.param_groups, entry.groups, strict=True):
+            group.update(copy_scalars(saved.settings))
+
+    def _take_states(self, found: TensorMatch) -> None:
+        engine, contents = self._engine, self._contents
+        engine.state_io.forget_states()
+        for parameter, (name, *_) in contents.names.items():
+            state = found.states.get(name)
+            known = contents.managed.get(name)
+            if known is None:
+                engine.user_optimizer.state.pop(parameter, None)
+            if state is None:
+                continue
+            if known is not None:
+                for part in known.parts:
+                    record = engine.records[part.unit]
+                    record.started[part] = state.names
+                    record.scalars[part] = copy_scalars(state.scalars)
+                continue
+            values = copy_scalars(state.scalars)
+            for slot in state.slots:
+                values[slot] = torch.empty_like(parameter.data)
+                source = found.sources[OPTIMIZER, state_key(slot, name)]
+                with IOThreadPool(0) as thread_pool:
+                    thread_pool.run([partial(_copy_whole, source, values[slot])])
+            engine.user_optimizer.state[parameter] = {name: values[name] for name in state.names}
+
+
+def _copy_whole(source: StoredTensor, value: torch.Tensor, room: memoryview) -> None:
+    as_real(value).copy_(source.whole(room))

@@ -1,0 +1,163 @@
+"""What there is to save or to load of a model: its tensors by name, and where in which block their elements lie.
+
+A parameter is saved once, at its full precision: its master copy where it has one, else what is stored. What is stored
+beside a master copy is the master rounded, and is made from it again when a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER
+from zero_infinity.errors import UsageError
+from zero_infinity.optim.state_records import MASTER, StateRecord
+from zero_infinity.params.dtensor import is_distributed
+from zero_infinity.params.offloaded_param import managed
+from zero_infinity.params.parameter_store import ParameterStore
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.storage.block import Block
+
+Key = tuple[str, str]  # section and name
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Elements `start` to `stop` of a tensor, in the order of its memory, and the first one's place in a block."""
+
+    key: Key
+    start: int
+    stop: int
+    at: int  # in elements of the block
+    owner: ManagedParameter
+    is_derived: bool = False  # of what is saved from elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContent:
+    """What one block holds."""
+
+    block: Block
+    dtype: torch.dtype
+    parts: tuple[TensorPart, ...]
+
+
+@dataclass(slots=True)
+class ModelContents:
+    """A model's tensors. `names` has every name of each parameter, the first one first."""
+
+    host: ParameterStore
+    records: Mapping[Unit, StateRecord]
+    names: dict[nn.Parameter, list[str]] = field(default_factory=dict)
+    managed: dict[str, ManagedParameter] = field(default_factory=dict)  # by first name
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)  # in memory: buffers, parameters that are in no unit
+    tied: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        return list(dict.fromkeys(part.unit for known in self.managed.values() for part in known.parts))
+
+    def first_name(self, known: ManagedParameter) -> str:
+        return self.names[known.parameter][0]
+
+    def of_unit(self, unit: Unit) -> BlockContent:
+        """The block of a unit's parameters."""
+        record = self.records.get(unit)
+        parts = []
+        for known in unit.parameters:
+            mine = unit.stored.overlap(known.offset, known.end)
+            if len(mine) and known.parameter in self.names:  # and was not replaced while the model was built
+                start = first_element(known) + mine.start - known.offset
+                derived = record is not None and record.has_master and known in record.state_names
+                key = (MODEL, self.first_name(known))
+                parts.append(
+                    TensorPart(key, start, start + len(mine), mine.start - unit.stored.start, known, is_derived=derived)
+                )
+        return BlockContent(unit.the_block(), unit.dtype, tuple(parts))
+
+    def of_record(
+        self, record: StateRecord, slots: Mapping[ManagedParameter, tuple[str, ...]]
+    ) -> Iterator[BlockContent]:
+        """The blocks of a unit's optimizer record, of which each parameter has these slots."""
+        for chunk in record.chunks:
+            if chunk.record is None:
+                continue
+            parts = []
+            for segment in chunk.segments:
+                name = self.first_name(segment.parameter)
+                first = first_element(segment.parameter)
+                for slot in slots.get(segment.parameter, ()):
+                    key = (MODEL, name) if slot == MASTER else (OPTIMIZER, state_key(slot, name))
+                    at = chunk.slots.index(slot) * chunk.num_elements + segment.offset
+                    parts.append(TensorPart(key, first + segment.start, first + segment.stop, at, segment.parameter))
+            if parts:
+                yield BlockContent(chunk.record, record.dtype, tuple(parts))
+
+    def value_dtype(self, known: ManagedParameter) -> torch.dtype:
+        """What a parameter is saved in."""
+        part = known.parts[0]
+        record = self.records.get(part.unit)
+        return record.dtype if record is not None and part in record.state_names else part.unit.dtype
+
+
+def state_key(slot: str, name: str) -> str:
+    """The name of a state among the optimizer's tensors."""
+    return f"{slot}/{name}"
+
+
+def contents_of(model: nn.Module, host: ParameterStore, records: Mapping[Unit, StateRecord]) -> ModelContents:
+    """Look at a model whose parameters live in `host`."""
+    contents = ModelContents(host, records)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names = contents.names.setdefault(parameter, [])
+        names.append(name)
+        if len(names) > 1:
+            contents.tied[name] = names[0]
+            continue
+        known = managed(parameter)
+        if is_distributed(parameter):
+            raise UsageError(
+                f"{name!r} is split over ranks (tensor parallel), and such models cannot be saved or loaded yet\n"
+                "  fix:   model.state_dict() and torch.distributed.checkpoint"
+            )
+        if known is None:
+            contents.plain[name] = parameter.data
+        else:
+            contents.managed[name] = known
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
+    # While a model is built, there are also units of parameters that were replaced (tied) meanwhile.
+    units = host.units if host.training is not None else []
+    strangers = [p.name for unit in units for p in unit.parameters if p.parameter not in contents.names]
+    if strangers:
+        raise UsageError(
+            f"{strangers[0]!r} and {len(strangers) - 1} more parameters of a prepared model are not in this one\n"
+            "  fix:   give the model that zi.prepare, or zi.init, has made, not a part of it"
+        )
+    return contents
+
+
+def first_element(known: ManagedParameter) -> int:
+    """Of a tile, within its parameter."""
+    return known.first_row * known.shape[1:].numel() if known.whole is not None else 0
+
+
+def order_of(known: ManagedParameter) -> tuple[int, ...] | None:
+    """The dimensions in the order of the memory; None when that is row by row."""
+    sizes = zip(known.stride, known.shape, range(len(known.shape)), strict=True)
+    order = tuple(number for _, _, number in sorted(sizes, key=lambda item: (-item[0], -item[1], item[2])))
+    return None if order == tuple(range(len(order))) or _is_row_major(known) else order
+
+
+def _is_row_major(known: ManagedParameter) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(known.shape), reversed(known.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,195 @@
+"""Brings tensors from files into a model's blocks, converted on the way, within the engine's memory budget.
+
+A block gets its room in memory (without being read from its drive), threads fill it with the pieces of tensors that
+belong there, and the store writes it home when later ones need the room. The next blocks are begun before the last
+ones are full, so that the drive always has something to read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart, order_of
+from zero_infinity.checkpoint.progress_meter import ProgressMeter
+from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.optim.state_records import StateRecord
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.memory_budget import Home
+from zero_infinity.storage.block import Block
+
+Source = StoredTensor | torch.Tensor  # in a file, or in memory
+Copy = Callable[[memoryview, memoryview], None]  # into the bytes of a block, by way of a room
+
+# Blocks that are being filled may take this part of the room for blocks (one of them always may).
+_OPEN_SHARE = 1 / 2
+
+
+@dataclass(frozen=True, slots=True)
+class FillTask:
+    """A block and what goes into it. `replaces`: nothing of what it has stays."""
+
+    content: BlockContent
+    parts: tuple[TensorPart, ...]
+    sources: Mapping[Key, Source]
+    replaces: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * self.content.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A block that is being filled."""
+
+    content: BlockContent
+    num_copies: int
+    filled_bytes: int
+    num_bytes: int = field(init=False)  # that it takes of the room for blocks
+
+    def __post_init__(self) -> None:
+        block = self.content.block
+        self.num_bytes = block.held_bytes if block.home is Home.NVME else 0
+
+
+class ShardReader:
+    """Fills the blocks of one model."""
+
+    def __init__(
+        self,
+        contents: ModelContents,
+        thread_pool: IOThreadPool,
+        *,
+        replaces_records: bool,
+        meter: ProgressMeter | None = None,
+    ) -> None:
+        self._contents = contents
+        self._meter = meter or ProgressMeter(None)
+        self._thread_pool = thread_pool
+        self._replaces_records = replaces_records  # or only the master copies in them
+        self._host_cache, self._store = contents.host.host_cache, contents.host.store
+        self._most_open = int(self._host_cache.policy.budget * _OPEN_SHARE)
+        self._open: set[_Open] = set()
+        self._closed = threading.Condition()
+
+    def of_unit(self, unit: Unit, sources: Mapping[Key, Source]) -> Iterator[FillTask]:
+        """The values of a unit's parameters; those that have no source stay as they are."""
+        content = self._contents.of_unit(unit)
+        yield _task(content, sources, replaces=True)
+
+    def of_record(
+        self, record: StateRecord, slots: Mapping[ManagedParameter, tuple[str, ...]], sources: Mapping[Key, Source]
+    ) -> Iterator[FillTask]:
+        """The states of a unit's parameters."""
+        for content in self._contents.of_record(record, slots):
+            yield _task(content, sources, replaces=self._replaces_records)
+
+    def run(self, tasks: Iterable[FillTask]) -> None:
+        """Do all of them, in this order."""
+        try:
+            self._thread_pool.run(self._jobs(tasks))
+        finally:
+            for opened in self._open:  # after an error
+                self._host_cache.unpin(opened.content.block)
+            self._open.clear()
+
+    # ------------------------------------------------------------------ blocks
+
+    def _jobs(self, tasks: Iterable[FillTask]) -> Iterator[Job]:
+        """Runs on whichever thread of the crew wants the next job, one at a time."""
+        for task in tasks:
+            if not task.parts:
+                continue
+            dtype = task.content.dtype
+            copies = [copy for part in task.parts for copy in _copies(part, dtype, task.sources[part.key])]
+            opened = self._begin(task, len(copies))
+            for copy in copies:
+                yield partial(self._do, opened, copy)
+
+    def _begin(self, task: FillTask, num_copies: int) -> _Open:
+        host_cache, block = self._host_cache, task.content.block
+        opened = _Open(task.content, num_copies, task.num_bytes)
+        with self._closed:
+            self._closed.wait_for(lambda: not self._open or self._open_bytes + opened.num_bytes <= self._most_open)
+            self._open.add(opened)
+            host_cache.pin(block)
+        if task.replaces and not block.leased:
+            # It need not be read before. (What has no part is padding, or a state that nobody has yet.)
+            host_cache.expire(block)
+        host_cache.access(block)
+        host_cache.wait(block)
+        return opened
+
+    @property
+    def _open_bytes(self) -> int:
+        return sum(opened.num_bytes for opened in self._open)
+
+    def _do(self, opened: _Open, copy: Copy, room: memoryview) -> None:
+        block: Block = opened.content.block
+        with self._store.changing_bytes(block) as memory:
+            copy(memory, room)
+        with self._closed:
+            opened.num_copies -= 1
+            if not opened.num_copies:
+                self._store.mark_dirty(block)
+                self._store.write_back(block)  # now, so that it can leave at once when its room is needed
+                self._host_cache.unpin(block)
+                self._open.discard(opened)
+                self._meter.add(opened.filled_bytes)
+                self._closed.notify_all()
+
+
+def _task(content: BlockContent, sources: Mapping[Key, Source], *, replaces: bool) -> FillTask:
+    parts = tuple(part for part in content.parts if part.key in sources)
+    return FillTask(content, parts, sources, replaces=replaces and len(parts) == len(content.parts))
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+def _copies(part: TensorPart, dtype: torch.dtype, source: Source) -> Iterator[Copy]:
+    """What fills a part of a block whose elements are of `dtype`."""
+    if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
+        for number in source.pieces(part.start, part.stop):
+            yield partial(_copy_piece, source, number, part, dtype)
+    else:
+        yield partial(_copy_whole, source, part, dtype)
+
+
+def _copy_piece(
+    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
+) -> None:
+    """Copy what a piece has of a part."""
+    whole = source.elements(number)
+    if source.dtype == dtype and part.start <= whole.start and whole.stop <= part.stop:
+        # Without a tensor: each operation of torch lets others have the GIL, for which twelve threads then queue.
+        before = part.at - part.start
+        place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
+        if source.read_into(number, place):
+            return
+    target = _elements(part, dtype, block)
+
+    def copy(elements: torch.Tensor, first: int) -> None:
+        start, stop = max(first, part.start), min(first + len(elements), part.stop)
+        if start < stop:
+            target[start - part.start : stop - part.start].copy_(elements[start - first : stop - first])
+
+    source.read_piece(number, room, copy)
+
+
+def _copy_whole(source: Source, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview) -> None:
+    whole = source.whole(room) if isinstance(source, StoredTensor) else source
+    owner = part.owner.whole or part.owner
+    with torch.no_grad():
+        _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
+
+
+def _elements(part: TensorPart, dtype: torch.dtype, block: memoryview) -> torch.Tensor:
+    """A part's own."""
+    return torch.frombuffer(block, dtype=dtype)[part.at : part.at + part.stop - part.start]

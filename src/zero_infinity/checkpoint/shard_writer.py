@@ -1,0 +1,198 @@
+"""Moves one rank's parts of a checkpoint from blocks into files, while training waits or while it goes on.
+
+Blocks are read where they are, in memory or on their drive, piece by piece; nothing is fetched for it, so that training
+goes on afterwards with the same blocks in memory. Whole tensors are never put together.
+
+While training goes on, every block that is still to be written is guarded by the store: nobody gets to read or to
+change it before it is in the file. So what is written is the state at the moment of the save, bit for bit, whatever
+anybody does meanwhile, and no copy of anything is made. A block that training asks for is written next: training stands
+still only where it overtakes the drive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zero_infinity.checkpoint.file_plan import FilePlace, WrittenPart
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.manifest import PIECE_BYTES
+from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_element
+from zero_infinity.checkpoint.piece_io import OpenFile, congruent
+from zero_infinity.checkpoint.plain_tensors import bytes_of
+from zero_infinity.checkpoint.progress_meter import ProgressMeter
+from zero_infinity.engine import TrainingEngine
+from zero_infinity.policy.memory_budget import Home
+from zero_infinity.storage.block import Block
+from zero_infinity.storage.checksum import crc32
+
+# Rooms for pieces while training goes on: at most so much, and so much of what could leave the cache.
+_MOST_LENT = 16 << 20
+_LENT_SHARE = 1 / 4
+_LEAST_ROOM = 64 << 10
+
+
+class ShardWriter:
+    """The parts of one rank."""
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        rank: int,
+        folder: Path,
+        files: Iterable[str],
+        places: Mapping[Key, FilePlace],
+        meter: ProgressMeter,
+    ) -> None:
+        self._engine, self._store, self._rank = engine, engine.store, rank
+        self._places = places
+        self._meter = meter
+        self.written: list[WrittenPart] = []
+        self._guarded: list[Future[None]] = []
+        with ExitStack() as stack:
+            self._opened = {name: stack.enter_context(OpenFile(folder / name, writable=True)) for name in files}
+            self._stack = stack.pop_all()
+
+    def num_bytes(self, contents: Iterable[BlockContent]) -> int:
+        """What this rank will write of these blocks."""
+        return sum((last - first) * c.dtype.itemsize for c in contents for _, first, last in self._mine(c))
+
+    # ------------------------------------------------------------------ while training waits
+
+    def write_now(self, contents: Iterable[BlockContent], values: Mapping[Key, torch.Tensor]) -> None:
+        """Write blocks, and what is in memory as it is. What gradients go through between two steps is idle now."""
+        with IOThreadPool(self._engine.placement.set_aside) as thread_pool:
+            if self._engine.config.verify:
+                for content in contents:
+                    self._write_verified(content, thread_pool)
+            else:
+                thread_pool.run(job for content in contents for job in self._block_jobs(content, thread_pool))
+            thread_pool.run(self._value_jobs(values))
+
+    def _write_verified(self, content: BlockContent, thread_pool: IOThreadPool) -> None:
+        """By way of memory, where the store checks what comes back from a drive."""
+        host_cache = self._engine.host_cache
+        host_cache.access(content.block)
+        host_cache.wait(content.block)
+        with host_cache.pinned(content.block):
+            thread_pool.run(self._block_jobs(content, thread_pool))
+
+    # ------------------------------------------------------------------ while training goes on
+
+    def start(self, contents: Iterable[BlockContent], values: Mapping[Key, torch.Tensor]) -> None:
+        """Begin to write blocks that nobody uses before they are written; `finish` waits for that."""
+        by_block = {content.block: content for content in contents if any(self._mine(content))}
+        # Through a tensor over its memory that somebody has a block may change at any time.
+        now = {block: content for block, content in by_block.items() if block.leased}
+        self.write_now(now.values(), values)
+        later = [block for block in by_block if block not in now]
+        thread_pool = self._stack.enter_context(IOThreadPool(self._lend(), with_torch=False))
+        self._store.guard(later)
+        self._stack.callback(self._store.guard, ())
+        self._guarded = thread_pool.start(self._guarded_jobs(by_block, thread_pool))
+
+    def _lend(self) -> int:
+        """Bytes for rooms, which the cache does without meanwhile. What is at home in memory needs none."""
+        host_cache, pool, placement = self._engine.host_cache, self._store.pool, self._engine.placement
+        num_bytes = min(_MOST_LENT, int((placement.cache - placement.least) * _LENT_SHARE))
+        if num_bytes < _LEAST_ROOM or not host_cache.lend(num_bytes):
+            return _LEAST_ROOM
+        self._stack.callback(host_cache.take_back, num_bytes)
+        pool.charge(num_bytes)
+        self._stack.callback(pool.discharge, num_bytes)
+        return num_bytes
+
+    def _guarded_jobs(self, by_block: Mapping[Block, BlockContent], thread_pool: IOThreadPool) -> Iterator[Job]:
+        while (block := self._store.next_guarded()) is not None:
+            jobs = list(self._block_jobs(by_block[block], thread_pool))
+            done = _Countdown(len(jobs), partial(self._store.unguard, block))
+            for job in jobs:
+                yield partial(done.after, job)
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """Wait until all is written, and make it durable."""
+        IOThreadPool.finish(self._guarded)
+        for file in self._opened.values():
+            file.sync()
+
+    def close(self) -> None:
+        """Give everything back, finished or not. Idempotent."""
+        self._stack.close()
+
+    # ------------------------------------------------------------------ pieces
+
+    def _mine(self, content: BlockContent) -> Iterator[tuple[int, int, int]]:
+        """Of each part that this rank writes its number, its first and its last element in the tensor."""
+        for number, part in enumerate(content.parts):
+            mine, begin = part.owner.spans[self._rank], first_element(part.owner)
+            first, last = max(part.start, begin + mine.start), min(part.stop, begin + mine.stop)
+            if first < last and not part.is_derived:
+                yield number, first, last
+
+    def _block_jobs(self, content: BlockContent, thread_pool: IOThreadPool) -> Iterator[Job]:
+        store, block, width = self._store, content.block, content.dtype.itemsize
+        most = PIECE_BYTES if block.home is Home.RAM else thread_pool.room_bytes
+        for number, first, last in self._mine(content):
+            part = content.parts[number]
+            in_block = (part.at - part.start) * width  # what is to be added to a place in the tensor
+            for start, stop in cut(first * width, last * width, most):
+
+                def peek(room: memoryview, start: int = start + in_block, stop: int = stop + in_block) -> memoryview:
+                    return store.peek(block, start, stop, room)
+
+                yield self._job(part.key, start, peek)
+
+    def _value_jobs(self, values: Mapping[Key, torch.Tensor]) -> Iterator[Job]:
+        for key, value in values.items():
+            data = memoryview(bytes_of(value))
+            for start, stop in cut(0, len(data), PIECE_BYTES):
+                yield self._job(key, start, partial(_in_memory, data[start:stop]))
+
+    def _job(self, key: Key, start: int, read: Callable[[memoryview], memoryview]) -> Job:
+        place = self._places[key]
+        file, position = self._opened[place.file], place.start + start
+
+        def job(room: memoryview) -> None:
+            data = congruent(read(room), position, room)
+            file.write(position, data)
+            self.written.append(WrittenPart(key, start, len(data), crc32(data)))
+            self._meter.add(len(data))
+
+        return job
+
+
+class _Countdown:
+    """Calls `last` after the last of several jobs."""
+
+    def __init__(self, count: int, last: Callable[[], None]) -> None:
+        self._count = count
+        self._last = last
+        self._lock = threading.Lock()
+
+    def after(self, job: Job, room: memoryview) -> None:
+        job(room)
+        with self._lock:
+            self._count -= 1
+            is_last = not self._count
+        if is_last:
+            self._last()
+
+
+def cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes `start` to `stop` of a tensor where a checksum ends, and so that a piece has at most `most`."""
+    while start < stop:
+        end = min(stop, start + most, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+        yield start, end
+        start = end
+
+
+def _in_memory(data: memoryview, _: memoryview) -> memoryview:
+    return data

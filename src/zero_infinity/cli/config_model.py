@@ -1,0 +1,141 @@
+"""A Hugging Face config.json as the planner's model: built of tensors without memory, and run once.
+
+Owns what happens when that run fails: a model whose forward asks for values, or takes inputs that nobody can guess, is
+counted by its parameters; one whose numbers do not go together is a mistake.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from zero_infinity.cli.engine_division import find_blocks
+from zero_infinity.errors import ConfigError
+from zero_infinity.models import hugging_face
+from zero_infinity.models.hugging_face import HuggingFaceConfig
+from zero_infinity.planner import module_shapes
+from zero_infinity.planner.model_shapes import ModelShape
+
+_DEFAULT_SEQ = 1024
+_SHORT_SEQ = 32
+# What a forward raises that looks at values: there are none.
+_ASKS_FOR_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    GuardOnDataDependentSymNode,
+)
+# What it raises for the lack of an input. Whatever else happens is the config's fault.
+_INPUTS_UNKNOWN = (TypeError, ValueError, AttributeError)
+
+
+def from_config(path: Path, seq: int | None) -> ModelShape:
+    """The model of a config, or of the one in a folder; `seq` in place of its own length."""
+    config = hugging_face.read_any_config(path)
+    length = _length(config, seq)
+    with _quiet(), FakeTensorMode():
+        try:
+            model = config.build(without_memory=True)
+            blocks = find_blocks(model)
+            return _run(config, model, blocks, length)
+        except ConfigError:
+            raise
+        except (*_ASKS_FOR_VALUES, *_INPUTS_UNKNOWN) as error:
+            reason = hugging_face.reason(error)
+        except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
+            raise _does_not_work(config, error) from None
+    try:
+        with torch.device("meta"):
+            model = config.build(without_memory=True)
+    except Exception as error:  # noqa: BLE001 - the same
+        raise _does_not_work(config, error) from None
+    name = str(config.settings.model_type)
+    print(f"warning: {name} cannot run without values ({reason}); counted by its parameters", file=sys.stderr)
+    part = hugging_face.part_of_experts(config)
+    return module_shapes.outline(model, seq=length, name=name, blocks=find_blocks(model), part_of_experts=part)
+
+
+def check(config: HuggingFaceConfig) -> None:
+    """Raise when a model that is to be trained cannot be built of its values, or cannot run: before memory is taken."""
+    with _quiet(), FakeTensorMode():
+        try:
+            tokens = torch.zeros(1, min(_SHORT_SEQ, config.max_seq or _SHORT_SEQ), dtype=torch.long)
+            hugging_face.loss_of(config.build(without_memory=True), tokens)
+        except _ASKS_FOR_VALUES:
+            pass  # with values it may
+        except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
+            raise _does_not_work(config, error) from None
+
+
+def _length(config: HuggingFaceConfig, seq: int | None) -> int:
+    patches = hugging_face.num_patches(config)
+    if patches is not None:
+        if seq is not None:
+            raise ConfigError(
+                f"--seq is {seq}, but {config.path} reads pictures, of {patches} patches\n  fix:   leave out --seq"
+            )
+        return patches
+    limit = config.max_seq
+    length = seq or min(limit or _DEFAULT_SEQ, _DEFAULT_SEQ)
+    if limit is not None and length > limit:
+        raise ConfigError(f"--seq is {length}, but {config.path} has positions for {limit}\n  fix:   --seq {limit}")
+    return length
+
+
+def _run(config: HuggingFaceConfig, model: nn.Module, blocks: list[nn.Module], length: int) -> ModelShape:
+    """As it trains; if that fails as it would without dropped layers; then with the next kind of inputs."""
+    # Without attention a token costs the same in a sequence of any length, and such models take one after the other.
+    text = config.settings.get_text_config()
+    has_attention = getattr(text, "num_attention_heads", None) is not None
+    run_length = length if has_attention else min(length, getattr(text, "chunk_size", _SHORT_SEQ))
+    failure: Exception = ValueError("what it takes is not known")
+    for inputs in hugging_face.inputs_of(config, model, run_length):
+        for training in (True, False):
+            try:
+                described = module_shapes.describe(
+                    model.train(training),
+                    inputs,
+                    batch=1,
+                    seq=run_length,
+                    name=str(config.settings.model_type),
+                    dtype_bytes=next(model.parameters()).element_size(),
+                    blocks=blocks,
+                )
+                return replace(described, seq=length)
+            except (*_ASKS_FOR_VALUES, *_INPUTS_UNKNOWN) as error:
+                failure = error
+    raise failure
+
+
+def _does_not_work(config: HuggingFaceConfig, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"hf: {config.path}: {config.model_class.__name__} does not work with these values: "
+        f"{hugging_face.reason(error)}\n"
+        "  fix:   values that go together, as in the config.json that a model was saved with"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the whole way to an error in tensors without memory, which is told in one line here."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before

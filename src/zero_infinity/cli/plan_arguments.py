@@ -1,0 +1,146 @@
+"""Options that `plan` and `simulate` share: which model, on which hardware, how. Only a config.json needs torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from zero_infinity.errors import ConfigError
+from zero_infinity.planner import hardware as profiles
+from zero_infinity.planner import model_shapes as models
+from zero_infinity.planner.hardware import Hardware, TierKind
+from zero_infinity.planner.model_shapes import ModelShape
+from zero_infinity.planner.training_job import MIXED, SINGLE, HomeRule, TrainingJob
+from zero_infinity.units import parse_bytes
+
+_STATES = {"float32": SINGLE, "mixed": MIXED}
+_MAX_COUNT = 10**7  # of anything: beyond it is a slip of the finger
+_MAX_LAYERS = 10**4
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", metavar="NAME", help=f"{', '.join(models.known_names())}; or the path of a Hugging Face config.json"
+    )
+    model.add_argument("--layers", type=_num_layers, metavar="N", help="blocks, in place of --model")
+    for name, text in (("hidden", "width"), ("heads", "attention heads")):
+        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, in place of --model")
+    model.add_argument("--vocabulary", type=_positive, metavar="N", help="with --layers: adds embeddings")
+    model.add_argument("--seq", type=_positive, metavar="N", help="tokens in a sequence (default: the model's own)")
+    machine = parser.add_argument_group("hardware")
+    machine.add_argument("--hardware", required=True, metavar="PROFILE", help=f"{', '.join(profiles.names())}; or a "
+                         ".toml file, such as zero-infinity bench hardware writes")  # fmt: skip
+    machine.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default 1)")
+    machine.add_argument(
+        "--gpus", type=_positive, metavar="N", help="devices of each node that take part (default: all)"
+    )
+    machine.add_argument("--memory", metavar="SIZE", help="host memory a node for the engine (default: 70%% of what "
+                         "activations leave)")  # fmt: skip
+    machine.add_argument("--device-memory", metavar="SIZE", help="memory of a device for parameters (default: what "
+                         "activations and states leave)")  # fmt: skip
+    machine.add_argument(
+        "--nvme", metavar="DIR", help='where nvme= will point, for the Config shown; "none": no storage'
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch", type=_number, default=1.0, metavar="N", help="sequences a device (default 1)")
+    training.add_argument("--dtype", choices=_STATES, help="float32 (12 bytes a parameter), or mixed: 16-bit with "
+                          "float32 masters (14) (default: mixed, or float32 where the CPU computes)")  # fmt: skip
+    training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks between activation checkpoints; "
+                          "0 computes nothing again (default 1)")  # fmt: skip
+    training.add_argument("--offload-activations", action="store_true", help="activation checkpoints on the slowest "
+                          "tier in use (default: where they fit)")  # fmt: skip
+    training.add_argument("--after-backward", action="store_true", help="update after backward rather than in it")
+    training.add_argument("--no-overlap", action="store_true", help="every transfer after the other: the worst case")
+    training.add_argument("--placement", choices=list(HomeRule), default=HomeRule.ENGINE.value, help="engine: "
+                          "all on the slowest tier in use; paper: ZeRO-Infinity's rule (default: engine)")  # fmt: skip
+    for option, what in (("parameters", "parameters"), ("optimizer", "optimizer states")):
+        training.add_argument(f"--{option}-on", metavar="TIER", help=f"where {what} live, in place of the placement's")
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    hardware = profiles.load(args.hardware)
+    if args.nvme == "none":
+        hardware = replace(hardware, tiers=tuple(t for t in hardware.tiers if t.kind is not TierKind.STORAGE))
+    return hardware
+
+
+def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
+    default = SINGLE if hardware.device is None else MIXED
+    if args.interval > 1 and args.placement == HomeRule.ENGINE:
+        raise ConfigError(
+            f"--interval {args.interval} is the paper's way: one checkpoint for several blocks. The engine computes "
+            "each block again on its own\n"
+            "  fix:   --interval 1 (checkpoint_activations=True) or 0, or --placement paper"
+        )
+    if args.offload_activations and not args.interval:
+        raise ConfigError("--offload-activations is for checkpoints, and --interval 0 has none")
+    return TrainingJob(
+        batch=args.batch,
+        num_nodes=args.nodes,
+        devices_per_node=args.gpus,
+        states=_STATES[args.dtype] if args.dtype else default,
+        memory=_size("--memory", args.memory),
+        device_memory=_size("--device-memory", args.device_memory),
+        offload_checkpoints=True if args.offload_activations else None,
+        interval=args.interval,
+        overlap=not args.no_overlap,
+        early_update=not args.after_backward,
+        placement=HomeRule(args.placement),
+        parameters_on=args.parameters_on,
+        optimizer_on=args.optimizer_on,
+    )
+
+
+def model_of(args: argparse.Namespace) -> ModelShape:
+    numbers = [name for name in ("layers", "hidden", "heads") if getattr(args, name)]
+    if args.model is not None:
+        if numbers or args.vocabulary:
+            raise ConfigError("--model has its own shape; leave out --layers, --hidden, --heads and --vocabulary")
+        if args.model.endswith(".json") or Path(args.model).is_dir():
+            from zero_infinity.cli.config_model import from_config
+
+            return from_config(Path(args.model), args.seq)
+        return models.known(args.model, args.seq)
+    if len(numbers) < 3:
+        raise ConfigError(
+            "which model?\n  fix:   --model gpt3-13b, --model config.json, or --layers, --hidden and --heads"
+        )
+    return models.transformer(args.layers, args.hidden, args.heads, args.seq or 1024, vocabulary=args.vocabulary or 0)
+
+
+def _size(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if not num_bytes:
+        raise ConfigError(f"{option} is 0; accepted: a size above zero")
+    return num_bytes
+
+
+def _num_layers(text: str) -> int:
+    return _positive(text, _MAX_LAYERS)
+
+
+def _positive(text: str, most: int = _MAX_COUNT) -> int:
+    try:
+        number = int(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        number = 0
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer between 1 and {most:,}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return number

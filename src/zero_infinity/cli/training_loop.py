@@ -1,0 +1,213 @@
+"""The training loop of `zero-infinity train`: an ordinary PyTorch loop over a prepared model.
+
+Owns the order of things (data, model, optimizer, prepare, steps, summary) and the measurement. What was asked for
+comes as a `TrainJob`; who shows it is a `Progress`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from zero_infinity import api
+from zero_infinity.cli import config_model
+from zero_infinity.cli.checkpoints import Checkpoints, SaveOptions
+from zero_infinity.cli.progress import Progress, Step
+from zero_infinity.cli.ranks import Ranks
+from zero_infinity.cli.signals import SignalWatch
+from zero_infinity.cli.summary import RankFigures, Summary, figures_of, summarize
+from zero_infinity.config import Config
+from zero_infinity.errors import UsageError
+from zero_infinity.models import hugging_face, text
+from zero_infinity.models.byte_gpt import ByteGPT
+from zero_infinity.models.presets import Shape
+from zero_infinity.stats import Stats
+from zero_infinity.units import format_bytes, format_count
+
+_DEFAULT_SEQ = 256  # of a Hugging Face model
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """What is to be trained, on what, and how."""
+
+    model: Shape | Path  # the built-in model, or a Hugging Face config
+    seq: int | None
+    batch: int
+    steps: int
+    optimizer: str
+    lr: float
+    warmup: int
+    seed: int
+    data: tuple[Path, ...]  # empty: the standard library's source
+    pretrained: Path | None = None  # weights to begin with
+    save: SaveOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    seq: int
+
+
+def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Progress, ranks: Ranks) -> Summary:
+    """Train; returns after the last step, or after the one in which a signal came, the same step on every rank."""
+    with ranks.agreed("reading the data"):
+        workload = _workload(job)
+        corpus = text.collect(job.data) if job.data else text.standard_library()
+        batches = text.ByteBatches(
+            corpus, job.batch, workload.seq, job.seed, rank=ranks.rank, num_ranks=ranks.num_ranks
+        )
+    ranks.all_same("the data", f"{corpus.num_bytes:,} bytes of text", "the same files under --data on every machine")
+    torch.manual_seed(job.seed)
+    with build_context(config):
+        model = workload.build()
+    model, optimizer = api.prepare(model, make_optimizer(job.optimizer, model, job.lr), config)
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (job.warmup + 1)))
+    if ranks.rank:
+        torch.manual_seed(job.seed + ranks.rank)  # dropout of its own; the weights were drawn alike
+    num_batches = config.gradient_accumulation_steps
+    settings = {"lr": job.lr, "warmup": job.warmup, "seed": job.seed, "batch": job.batch, "accumulate": num_batches}
+    checkpoints = Checkpoints(job.save, model, optimizer, schedule, batches, settings, progress)
+    progress.say(_opening(api.stats(model), corpus.num_bytes, ranks.num_ranks, config.stage))
+    first = checkpoints.resume()
+    if job.pretrained is not None and not first:
+        with progress.transfer("loading") as shown:
+            api.load_pretrained(model, job.pretrained, progress=shown)
+    before = api.stats(model)
+    tokens_per_step = ranks.num_ranks * num_batches * job.batch * workload.seq
+    losses: list[float] = []
+    started = time.perf_counter()
+    meter = _Meter(before, started, job.steps, tokens_per_step, ranks)
+    with interruption.deferred(), progress.live():
+        while first + len(losses) < job.steps and not interruption.is_agreed:
+            loss = 0.0
+            for _ in range(num_batches):
+                inputs, targets = next(batches)
+                part = workload.loss(model, inputs, targets) / num_batches
+                part.backward()
+                loss += part.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            step = meter.measure(first + len(losses) + 1, loss, api.stats(model), interruption)
+            _check_loss(step.loss, step.step, job.lr)
+            losses.append(step.loss)
+            progress.show(step)
+            checkpoints.after_step(step.step)
+        checkpoints.at_end(first + len(losses))
+        after = _settled(model)
+    seconds = time.perf_counter() - started
+    process_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    mine = figures_of(ranks.rank, before, after, steps=len(losses), process_peak=process_peak)
+    told = ranks.tell_text("figures", json.dumps(asdict(mine)))
+    if ranks.num_ranks > 1:
+        api.close(model)  # on all of them now: threads of one may wait for those of another
+    return summarize(
+        [RankFigures(**json.loads(figures)) for figures in told],
+        parameters=after.num_parameters,
+        losses=tuple(losses),
+        first_step=first,
+        tokens=len(losses) * tokens_per_step,
+        seconds=seconds,
+        stage=config.stage,
+        interrupted_by=interruption.name if interruption.requested else None,
+    )
+
+
+def _opening(stats: Stats, text_bytes: int, num_ranks: int, stage: int) -> str:
+    each = " on this rank" if num_ranks > 1 else ""
+    line = (
+        f"{format_count(stats.num_parameters)} parameters, {format_bytes(stats.state_bytes)} of states{each}, "
+        f"{format_bytes(stats.memory_budget)} of memory; {format_bytes(text_bytes)} of text"
+    )
+    return f"{line}; {num_ranks} ranks, stage {stage}" if num_ranks > 1 else line
+
+
+def build_context(config: Config) -> AbstractContextManager[object]:
+    """Where a model is constructed: parameter by parameter into its home; without a drive it has to fit anyway."""
+    return api.init(config) if config.nvme else nullcontext()
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
+    """One of `torch.optim`, by its name in lower case; fused where it can be, which is 14 times as fast on a CPU."""
+    fused = {"fused": True} if name in ("adamw", "adam", "sgd", "adagrad") else {}
+    momentum = {"momentum": _MOMENTUM} if name == "sgd" else {}
+    kind = {known.lower(): known for known in dir(torch.optim)}[name]
+    optimizer: Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr, **fused, **momentum)
+    return optimizer
+
+
+class _Meter:
+    """Makes a `Step` out of the engines' figures and those of the step before."""
+
+    def __init__(self, stats: Stats, now: float, steps: int, tokens: int, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._totals = (stats.bytes_read, stats.bytes_written, stats.waited_seconds)  # of this rank
+        self._now = now
+        self._steps = steps
+        self._tokens = tokens
+        self._recent: list[float] = []
+
+    def measure(self, number: int, loss: float, stats: Stats, interruption: SignalWatch) -> Step:
+        """What all ranks did in the step; and whether they go on is agreed."""
+        before, self._totals = self._totals, (stats.bytes_read, stats.bytes_written, stats.waited_seconds)
+        moved = [now - then for now, then in zip(self._totals, before, strict=True)]
+        told = self._ranks.tell([loss, interruption.number, stats.memory_held, *moved])
+        losses, signals, held, read, written, waited = zip(*told, strict=True)
+        interruption.agree(map(int, signals))
+        then, self._now = self._now, time.perf_counter()
+        seconds = self._now - then
+        self._recent = [*self._recent[-9:], seconds]
+        return Step(
+            step=number,
+            steps=self._steps,
+            loss=math.fsum(losses) / len(losses),
+            seconds=seconds,
+            tokens_per_second=self._tokens / seconds,
+            memory_held=stats.memory_held,
+            memory_budget=stats.memory_budget,
+            read_bytes_per_second=sum(read) / seconds,
+            write_bytes_per_second=sum(written) / seconds,
+            wait_fraction=sum(waited) / len(waited) / seconds,
+            seconds_left=(self._steps - number) * sum(self._recent) / len(self._recent),
+            ranks=self._ranks.num_ranks,
+            memory_held_most=int(max(held)),
+        )
+
+
+def _workload(job: TrainJob) -> _Workload:
+    if isinstance(job.model, Shape):
+        shape = job.model
+        return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
+    config = hugging_face.read_config(job.model)
+    config_model.check(config)
+    limit = config.max_seq
+    seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
+    if limit is not None and seq > limit:
+        raise UsageError(f"--seq is {seq}, but {job.model} has positions for {limit}\n  fix:   --seq {limit}")
+    return _Workload(config.build, lambda model, inputs, _: hugging_face.loss_of(model, inputs), seq)
+
+
+def _check_loss(loss: float, step: int, lr: float) -> None:
+    if not math.isfinite(loss):
+        raise UsageError(f"the loss is {loss} at step {step}: training has diverged\n  fix:   --lr {lr / 10:g}")
+
+
+def _settled(model: nn.Module) -> Stats:
+    """The figures after the updates that the last step left to the worker."""
+    api.synchronize(model)
+    return api.stats(model)

@@ -1,0 +1,62 @@
+"""How the ranks of a model agree while they save or load: each goes on only when all got as far.
+
+By the wire of the thread that computes, whose broken connections tell of a lost rank at once; what went wrong on a rank
+goes by the ranks' common store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.errors import UsageError
+from zero_infinity.storage.checksum import crc32
+
+_NUMBER = -30  # of the topic
+
+
+class Agreement:
+    """The ranks of one model for the time of one call; one rank alone agrees with itself."""
+
+    def __init__(self, call: str, ranks: RankGroup | None, channel: Channel | None) -> None:
+        # The same on every rank, as all of them call the same functions in the same order.
+        self._name = f"{call} #{next(ranks.call_numbers)}" if ranks is not None else call
+        self._ranks = ranks
+        self._channel = channel
+        self.rank = ranks.rank if ranks is not None else 0
+        self.num_ranks = ranks.num_ranks if ranks is not None else 1
+
+    @contextmanager
+    def agreed(self, phase: str) -> Iterator[None]:
+        """Go on after `phase` only when it went well on every rank."""
+        try:
+            yield
+        except Exception as error:
+            self._settle(phase, error)
+            raise
+        self._settle(phase, None)
+
+    def _settle(self, phase: str, error: Exception | None) -> None:
+        if self._ranks is None:
+            return
+        if self._channel is None:  # of a model that is being built
+            self._ranks.all_well(f"{self._name} ({phase})", error)
+            return
+        said = self._channel.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({phase})"), [error is not None])
+        if any(failed for (failed,) in said):
+            self._ranks.all_well(f"{self._name} ({phase})", error)
+
+    def same(self, what: str, text: str, fix: str) -> None:
+        """Raise when ranks differ in `text`."""
+        if self._channel is None:
+            return
+        said = self._channel.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({what})"), [crc32(text.encode())])
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise UsageError(f"rank {rank} differs from rank 0 in {what}\n  fix:   {fix}")
+
+    def of_first(self, what: str, text: str) -> str:
+        """What the first rank says of `what`."""
+        return self._ranks.tell(f"{self._name}: {what}", text)[0] if self._ranks is not None else text

@@ -1,0 +1,232 @@
+"""`zi.init`: a model that never exists whole, not even while it is built.
+
+Every parameter that a module registers is noted. When the next module but one registers its first, those noted are
+moved into blocks and offloaded. (Not sooner: nn.MultiheadAttention registers a bias after its inner projection's.)
+A layer that takes more than half of the memory is cut into tiles as soon as its weight is registered, before
+anything was written there: so it is never whole, and `nn.init` fills it tile by tile (`tiling/tiled_init.py`).
+Whatever the constructor does to them afterwards (tying, a second initialisation over all modules at the end) goes
+through the safety net, so that the values are those of a plain construction with the same seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import torch
+from torch import nn
+
+from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.config import Config
+from zero_infinity.errors import CapacityError
+from zero_infinity.params import module_hooks, offloaded_param
+from zero_infinity.params.parameter_store import ParameterStore, budget_of
+from zero_infinity.params.precision import Precision, precision_of
+from zero_infinity.params.unit import ManagedParameter, Unit, make_unit, manageable
+from zero_infinity.policy.memory_budget import Home, home_while_building, room_while_building
+from zero_infinity.policy.sizes import round_up
+from zero_infinity.storage.heap import trim_heap
+from zero_infinity.tiers.accelerator import CpuDevice
+from zero_infinity.tiers.device_cache import DeviceCache
+from zero_infinity.tiers.host_cache import SpareBytes
+from zero_infinity.tiling.materialize import Materializer
+from zero_infinity.tiling.tile_plan import Tiling, cut, is_tileable
+from zero_infinity.tiling.tiled_ops import TiledWeight
+from zero_infinity.units import format_bytes, suggest_bytes
+
+# Constructions that are under way, the innermost last: only that one takes parameters.
+_under_way: list[DeferredInit] = []
+
+
+class DeferredInit:
+    """Moves parameters into a host while a model is built. Also the hook that torch calls at each registration."""
+
+    def __init__(self, config: Config, ranks: RankGroup | None) -> None:
+        self._host = ParameterStore(config, ranks, budget_of(config, ranks))
+        self._cache: DeviceCache | None = None
+        self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._budget = self._host.store.pool.budget  # for blocks
+        self._common_budget = self._budget  # of the rank that has least: all have to cut alike
+        self._assembled = Materializer(
+            self._host.unsharder, self._host.host_cache, self._host.store.pool.take, SpareBytes(0), self._budget
+        )
+        self._gather_bytes = 0  # for whole units
+        self._resident_bytes = 0
+        self._untrimmed_bytes = 0
+
+    def begin(self) -> None:
+        _under_way.append(self)
+        self._host.unsharder.on_copy = self._copied
+        self._host.end_construction = self._finish
+        ranks = self._host.ranks
+        if ranks is not None:
+            self._common_budget = ranks.smallest("the memory of zi.init", self._budget)
+            # Each rank makes every value and keeps its part: so all have to draw the same.
+            ranks.all_same(
+                "the random state before zi.init", _random_state(), "torch.manual_seed(...) alike on every rank"
+            )
+            if self._host.sharding.stage == 3:
+                self._cache = self._make_cache(ranks)
+
+    def end(self) -> None:
+        _under_way.remove(self)
+        self._host.unsharder.on_copy = lambda *_: None
+
+    def _make_cache(self, ranks: RankGroup) -> DeviceCache:
+        """Whole units, for constructors that look at a layer after it was cut into parts."""
+        # The same on every rank: what is gathered again depends on it.
+        budget = self._gather_bytes = room_while_building(self._common_budget)
+        self._host.store.pool.charge(budget)
+        self._budget -= budget
+        self._host.host_cache.limit(self._budget, 0)
+        cache = DeviceCache(self._host.host_cache, CpuDevice(budget), budget, 0, ranks.channel("construction"))
+        self._host.source = cache
+        self._host.closers.append(cache.copier.close)
+        return cache
+
+    def _finish(self) -> None:
+        """The model is about to be prepared: give back what only the construction needed."""
+        self._host.end_construction = lambda: None
+        self._assembled.write_home()
+        if self._cache is not None:
+            self._cache.copier.close()
+            self._host.store.pool.discharge(self._gather_bytes)
+
+    def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or _under_way[-1] is not self or offloaded_param.managed(parameter) is not None:
+            return
+        if nn.parameter.is_lazy(parameter) or not manageable(parameter):
+            return
+        if module not in self._open and len(self._open) > 1:
+            self._close_all_but_last()
+        num_rows = self._rows_of_a_tile(module, name, parameter)
+        if num_rows is None:
+            self._open.setdefault(module, {})[name] = parameter
+        else:
+            self._cut(type(module).__name__, f"{type(module).__name__}.{name}", parameter, num_rows)
+            module_hooks.attach_state_hooks(module, self._host.unsharder)
+
+    def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
+        """As `prepare` would cut it; None for what stays whole, by default what takes up to half of the memory."""
+        config = self._host.config
+        if name != "weight" or not is_tileable(module, parameter):
+            return None
+        precision = precision_of(parameter.dtype, config, torch.device("cpu"), fast=False)
+        if config.tile_above is not None:
+            tiling = Tiling(config.tile_above)
+        elif config.nvme and 2 * parameter.nbytes > self._common_budget:
+            tiling = Tiling.by_default(self._common_budget)
+        else:
+            return None
+        return tiling.rows(f"{type(module).__name__}.{name}", parameter.shape, precision)
+
+    def _cut(self, unit_name: str, name: str, parameter: nn.Parameter, num_rows: int) -> None:
+        dtype = parameter.dtype
+        whole = cut(
+            unit_name,
+            name,
+            parameter,
+            num_rows,
+            precision=Precision(dtype, dtype, dtype),
+            device=torch.device("cpu"),
+            numbers=itertools.count(self._host.num_units),
+            sharding=self._host.sharding,
+        )
+        for tile in whole.tiles:
+            self._take_in(tile.unit)
+        whole.unit.source = self._assembled
+        whole.tiled_use = TiledWeight(whole, self._host.unsharder, self._assembled)
+        self._host.reshard(whole.tiles[0].unit)
+
+    def registered(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
+        """A module has got a child, which is complete: also one that was copied, and never registered parameters."""
+        if child is None or _under_way[-1] is not self:
+            return
+        for module in child.modules():
+            self._open.pop(module, None)
+            own = {name: p for name, p in module._parameters.items() if p is not None and not nn.parameter.is_lazy(p)}
+            self._close(module, {n: p for n, p in own.items() if offloaded_param.managed(p) is None and manageable(p)})
+
+    def _close_all_but_last(self) -> None:
+        *old, last = self._open.items()
+        self._open = dict([last])
+        for module, parameters in old:
+            self._close(module, parameters)
+
+    def close(self) -> None:
+        """Move in what is noted."""
+        noted, self._open = self._open, {}
+        for module, parameters in noted.items():
+            self._close(module, parameters)
+        if self._host.ranks is not None:
+            self._host.ranks.all_same(
+                "the random state after zi.init", _random_state(), "build the same model on every rank"
+            )
+
+    def _close(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in parameters.items():
+            # It may have been replaced meanwhile, or be managed by now under another name.
+            if module._parameters.get(name) is parameter and offloaded_param.managed(parameter) is None:
+                by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
+        for dtype, members in by_dtype.items():
+            self._move_in(type(module).__name__, members, dtype)
+        module_hooks.attach_state_hooks(module, self._host.unsharder)
+
+    def _copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
+        """Layers are often made by copying the first: a copy is never registered, but goes the same way."""
+        if original.tiles:
+            self._cut(original.unit.name, original.name, copy, original.tiles[0].shape[0])
+        else:
+            self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
+
+    def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
+        unit = make_unit(
+            name,
+            members,
+            dtype=dtype,
+            compute_dtype=dtype,
+            device=torch.device("cpu"),
+            number=self._host.num_units,
+            sharding=self._host.sharding,
+        )
+        self._take_in(unit)
+        self._host.reshard(unit)
+
+    def _take_in(self, unit: Unit) -> None:
+        """Give a unit its block, and the block its values."""
+        self._host.num_units += 1
+        nvme, budget = bool(self._host.config.nvme), self._budget
+        size = round_up(unit.stored_bytes)
+        home = home_while_building(unit.stored_bytes, self._resident_bytes, budget, nvme=nvme)
+        if size + (self._resident_bytes if home is Home.RAM else 0) > budget:
+            raise _too_large(unit, size, self._resident_bytes, budget, nvme=nvme)
+        if home is Home.RAM:
+            self._resident_bytes += size
+            self._host.host_cache.limit(budget - self._resident_bytes, 0)
+        self._host.add(unit, home)
+        if self._cache is not None:
+            self._cache.add(unit)
+        self._host.fill(unit)
+        self._untrimmed_bytes += size
+        if self._untrimmed_bytes > budget // 4:
+            trim_heap()
+            self._untrimmed_bytes = 0
+
+
+def _random_state() -> str:
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+
+
+def _too_large(unit: Unit, size: int, resident: int, budget: int, *, nvme: bool) -> CapacityError:
+    listed = ", ".join(f"{managed.name} {tuple(managed.shape)}" for managed in unit.parameters)
+    if nvme:
+        return CapacityError(
+            f"{listed} needs {format_bytes(size)} of host memory to be built, but memory is {format_bytes(budget)}\n"
+            f"  fix:   memory={suggest_bytes(2 * size)}"
+        )
+    return CapacityError(
+        f"with {listed} the model's parameters take {format_bytes(resident + size)} so far, but memory is "
+        f"{format_bytes(budget)} and there is no nvme to put the rest on\n"
+        f'  fix:   nvme="/path/on/a/drive", or more memory'
+    )

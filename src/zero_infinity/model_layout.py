@@ -1,0 +1,292 @@
+"""What there is to train, and where it goes: decided as a whole before anything moves.
+
+A layout is the answer to "what becomes of this model here": its units and tiles, the optimizer's records, and how the
+memory is divided between them. It is data; the engine carries it out. A model that does not fit with whole layers is
+laid out once more, in tiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_infinity.errors import CapacityError, UsageError
+from zero_infinity.optim.state_records import StateRecord, StateRecordMaker
+from zero_infinity.params import offloaded_param
+from zero_infinity.params.environment import TrainingEnvironment
+from zero_infinity.params.parameter_store import ParameterStore, store_of
+from zero_infinity.params.unit import ManagedParameter, Unit, find_parameters, make_unit
+from zero_infinity.policy.memory_budget import Home, MemoryDivision, UnitSize, bucket_bytes, place, room_for_copies
+from zero_infinity.policy.partition import Span
+from zero_infinity.policy.sizes import round_up
+from zero_infinity.tiers.device_cache import check_room, copy_size
+from zero_infinity.tiers.host_cache import SpareBytes
+from zero_infinity.tiling.tile_plan import Tiling, check_room_to_cut, cut, find_tileable
+
+Owners = dict[nn.Module, list[ManagedParameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """What becomes of one model."""
+
+    owners: Owners  # the parameters of each module that owns some
+    units: list[Unit]
+    managed: dict[nn.Parameter, ManagedParameter]
+    unmanaged: dict[nn.Parameter, None]  # trained where they are
+    tiled: dict[ManagedParameter, bool]  # weights in tiles, and whether they make logits
+    computed: frozenset[torch.dtype]  # what parameters are computed in, but for modules that have to differ
+    replaced: list[Unit]  # of `zi.init`, stored or cut in another way now
+    hosts: set[ParameterStore]  # that the model was built in
+    records: dict[Unit, StateRecord]
+    sizes: list[UnitSize]
+    whole_gradients: bool  # are kept, though this rank updates a part
+    placement: MemoryDivision
+    copies: int  # room for copies of units that modules cannot see as they are stored
+    bucket_bytes: int  # of gradients on their way to other ranks
+    spare: SpareBytes  # for tiles that are put together and, where nothing leaves memory, for saved tensors
+
+
+def plan_layout(
+    model: nn.Module, optimizer: Optimizer, around: TrainingEnvironment, recomputed: Sequence[nn.Module]
+) -> ModelLayout:
+    """With whole layers where they fit, so that nothing changes for a model that does; else with tiles."""
+    if around.config.tile_above is not None:
+        return _lay_out(model, optimizer, around, recomputed, Tiling(around.config.tile_above))
+    found: ModelLayout | None = None
+    try:
+        found = _lay_out(model, optimizer, around, recomputed, None)
+    except CapacityError:
+        found = None
+    finally:
+        if around.ranks is not None and not around.ranks.smallest("whether layers fit whole", int(found is not None)):
+            found = None
+    return found or _lay_out(model, optimizer, around, recomputed, Tiling.by_default(around.least_budget))
+
+
+def is_copied(unit: Unit) -> bool:
+    """Whether modules on the CPU see a copy of it."""
+    return unit.compute_dtype != unit.dtype or unit.is_stored_in_parts
+
+
+def _lay_out(
+    model: nn.Module,
+    optimizer: Optimizer,
+    around: TrainingEnvironment,
+    recomputed: Sequence[nn.Module],
+    tiling: Tiling | None,
+) -> ModelLayout:
+    config, accelerator = around.config, around.accelerator
+    sorting = _Sorting(model, around, tiling)
+    owners, replaced = sorting.owners, list(sorting.replaced)
+    units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
+    managed = {p.parameter: p.whole or p for unit in units for p in unit.parameters}
+    unmanaged = _assign_groups(optimizer, managed, list(model.parameters()))
+    records = _make_records(units, optimizer, around)
+    # A rank of stage 1 updates its part, and keeps whole gradients until then.
+    whole_gradients = around.ranks is not None and config.stage == 1
+    sizes = [_size(unit, records.get(unit), whole_gradients=whole_gradients) for unit in units]
+    hosts = {store_of(p) for unit in {*units, *replaced} for p in unit.parameters if unit.block is not None}
+    for host in hosts:
+        host.check_same_place(config)
+
+    together = _needed_together(owners, recomputed)
+    bucket = bucket_bytes(around.common_budget) if around.ranks is not None else 0
+    copies = 0
+    if accelerator is None:
+        copies = _room_for_copies(units, together, around.common_budget)
+    else:
+        check_room(together, config.device_memory or accelerator.budget)
+    at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
+    # Units that are about to be replaced are still there while their successors move in.
+    old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
+    free = around.budget - copies - old - 2 * bucket
+    activations = config.offload_activations in (True, "all")
+    placement = place(sizes, free, at_once, nvme=bool(config.nvme), activations=activations)
+    check_room_to_cut(sorting.tiled, placement.cache, around.budget)
+    return ModelLayout(
+        owners=owners,
+        units=units,
+        managed=managed,
+        unmanaged=unmanaged,
+        tiled=sorting.tiled,
+        computed=frozenset(sorting.computed),
+        replaced=replaced,
+        hosts=hosts,
+        records=records,
+        sizes=sizes,
+        whole_gradients=whole_gradients,
+        placement=placement,
+        copies=copies,
+        bucket_bytes=bucket,
+        spare=SpareBytes(free - placement.needed),
+    )
+
+
+class _Sorting:
+    """Sorts the parameters of a model into units and tiles."""
+
+    def __init__(self, model: nn.Module, around: TrainingEnvironment, tiling: Tiling | None) -> None:
+        self.owners: Owners = {}
+        self.replaced: dict[Unit, None] = {}
+        self.tiled: dict[ManagedParameter, bool] = {}
+        self.computed: set[torch.dtype] = set()
+        self._environment = around
+        self._tiling = tiling
+        self._tileable = find_tileable(model) if tiling is not None else {}
+        self._numbers = _numbers_after(model)
+        for module, name, parameters in find_parameters(model):
+            self._sort(module, name or type(model).__name__, parameters)
+
+    def _sort(self, module: nn.Module, name: str, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        """The parameters of one module: those that are hosted as they are to be stay, others move in."""
+        mine: list[ManagedParameter] = []
+        num_rows = {p: self._rows_of_a_tile(module, full_name, p) for full_name, p in parameters}
+        torn_up = {
+            known.unit
+            for p, rows in num_rows.items()
+            if p in self._tileable
+            and (known := offloaded_param.managed(p)) is not None
+            and rows != known.rows_of_a_tile
+        }
+        fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for full_name, parameter in parameters:
+            rows = num_rows[parameter]
+            known = offloaded_param.managed(parameter)
+            self.computed.add(self._environment.precision_of(parameter.dtype).computed)
+            if known is not None and known.unit not in torn_up and self._stays(module, known, rows):
+                known.rename(name, full_name)
+                mine.extend(known.parts)
+                if known.tiles:
+                    self.tiled[known] = self._tileable[parameter]
+                continue
+            if known is not None:
+                self.replaced.update(dict.fromkeys(part.unit for part in known.parts))
+            if rows is None:
+                fresh.setdefault(parameter.dtype, []).append((full_name, parameter))
+            else:
+                mine.extend(self._cut(module, name, full_name, parameter, rows).tiles)
+        for own, members in fresh.items():
+            unit_name = name + (f" ({own})" if len(fresh) > 1 else "")
+            mine.extend(self._make_unit(module, unit_name, own, members).parameters)
+        if mine:
+            self.owners[module] = mine
+
+    def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
+        if self._tiling is None or parameter not in self._tileable:
+            return None
+        return self._tiling.rows(name, parameter.shape, self._environment.precision_of(parameter.dtype, module))
+
+    def _stays(self, module: nn.Module, known: ManagedParameter, rows: int | None) -> bool:
+        dtypes = self._environment.precision_of(known.parameter.dtype, module)
+        as_now = (known.unit.dtype, known.unit.compute_dtype) == (dtypes.stored, dtypes.computed)
+        return as_now and rows == known.rows_of_a_tile
+
+    def _cut(
+        self, module: nn.Module, name: str, full_name: str, parameter: nn.Parameter, rows: int
+    ) -> ManagedParameter:
+        whole = cut(
+            name,
+            full_name,
+            parameter,
+            rows,
+            precision=self._environment.precision_of(parameter.dtype, module),
+            device=self._environment.device,
+            numbers=self._numbers,
+            sharding=self._environment.sharding,
+        )
+        self.tiled[whole] = self._tileable[parameter]
+        return whole
+
+    def _make_unit(
+        self, module: nn.Module, name: str, own: torch.dtype, members: list[tuple[str, nn.Parameter]]
+    ) -> Unit:
+        dtypes = self._environment.precision_of(own, module)
+        return make_unit(
+            name,
+            members,
+            dtype=dtypes.stored,
+            compute_dtype=dtypes.computed,
+            device=self._environment.device,
+            number=next(self._numbers),
+            sharding=self._environment.sharding,
+        )
+
+
+def _numbers_after(model: nn.Module) -> Iterator[int]:
+    """For new units: those that `zi.init` has given are taken."""
+    known = (managed for p in model.parameters() if (managed := offloaded_param.managed(p)) is not None)
+    return itertools.count(max((part.unit.number for managed in known for part in managed.parts), default=-1) + 1)
+
+
+def _assign_groups(
+    optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter], model_parameters: Collection[nn.Parameter]
+) -> dict[nn.Parameter, None]:
+    """Tell each parameter its group; returns those of the model, in its order, that are in a group and not managed."""
+    unmanaged = set(model_parameters) - managed.keys()
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter in managed:
+                for one in (managed[parameter], *managed[parameter].tiles):
+                    one.group = number
+            elif parameter not in unmanaged:
+                raise UsageError(
+                    f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
+                    "that is not one of the model's parameters\n"
+                    "  fix:   make the optimizer from model.parameters()"
+                )
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    return dict.fromkeys(p for p in model_parameters if p in unmanaged and p in trained)
+
+
+def _make_records(units: Iterable[Unit], optimizer: Optimizer, around: TrainingEnvironment) -> dict[Unit, StateRecord]:
+    maker = StateRecordMaker(optimizer)
+    made = {unit: maker.make(unit, around.precision_of(unit.dtype).optimized) for unit in units}
+    return {unit: record for unit, record in made.items() if record is not None}
+
+
+def _size(unit: Unit, record: StateRecord | None, *, whole_gradients: bool) -> UnitSize:
+    home = unit.block.home if unit.block is not None else None
+    if record is None:
+        return UnitSize(unit.name, round_up(unit.stored_bytes), 0, 0, 0, home)
+    whole = record.num_elements(Span(0, unit.num_elements)) * record.dtype.itemsize
+    mine = record.num_elements(unit.owned) * record.dtype.itemsize
+    # A sum over ranks comes beside the gradient that it is made of.
+    arriving = whole if mine == whole and len(unit.spans) == 1 else whole + mine
+    kept = whole if whole_gradients else mine
+    return UnitSize(unit.name, round_up(unit.stored_bytes), mine * len(record.slots), kept, arriving, home)
+
+
+def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[list[Unit]]:
+    """For each module the units that are read at once."""
+    # The first operation of a block that backward comes to starts its second computation, with its own unit in hand.
+    first: dict[nn.Module, Unit] = {}
+    for block in recomputed:
+        units = [p.unit for module in block.modules() for p in owners.get(module, [])]
+        if units:
+            first.update(dict.fromkeys(block.modules(), max(units, key=lambda unit: unit.stored_bytes)))
+    together = []
+    for module, parameters in owners.items():
+        members = list(parameters)
+        if isinstance(module, nn.MultiheadAttention):
+            # Its one operation takes the output projection's parameters, too.
+            members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
+        units = [p.unit for p in members if p.whole is None] + ([first[module]] if module in first else [])
+        tiles = [[p.unit] for p in members if p.whole is not None]
+        # Of its tiles one at a time.
+        together += [list(dict.fromkeys([*tile, *units])) for tile in tiles or [[]]]
+    return together
+
+
+def _room_for_copies(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memory: int) -> int:
+    """Room for copies in another dtype than is stored, and for whole units of which a part is stored."""
+    sizes = [copy_size(unit) for unit in units if is_copied(unit)]
+    if not sizes:
+        return 0
+    at_once = max(sum(copy_size(unit) for unit in group if is_copied(unit)) for group in together)
+    return room_for_copies(sizes, at_once, memory, gathered=any(unit.is_stored_in_parts for unit in units))

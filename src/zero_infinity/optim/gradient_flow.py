@@ -1,0 +1,455 @@
+"""From a gradient to an update: what happens between autograd's hook and the worker.
+
+A gradient that completes its unit while backward goes on is handed to the worker at once, when the last cycle
+says that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
+its chunks, which the policy may push out to NVMe, until `step()`. Either way `p.grad` is None after backward.
+
+Gradients that wait for the worker were allocated by autograd, outside of the pool. Room for them is set aside: when it
+is used up, the hook waits for the worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.errors import TornStepError, UsageError
+from zero_infinity.optim.state_records import Chunk, Segment, StateRecord
+from zero_infinity.optim.step_history import StepHistory
+from zero_infinity.optim.update_jobs import FreshGradients, UnitUpdate, WholeGradients, part_of
+from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
+from zero_infinity.optim.update_worker import UpdateWorker
+from zero_infinity.params.dtensor import local_gradient
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.run_trace import BACKWARD
+from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.trace import DEVICE, HOST, Category
+
+_TORN = (
+    '\n  fix:   reload a checkpoint or build the model again; update="after_backward" in zi.Config keeps every '
+    "update for step()"
+)
+
+
+class GradientFlow:
+    """Takes gradients in, hands updates out."""
+
+    def __init__(
+        self,
+        host_cache: HostCache,
+        update_worker: UpdateWorker,
+        optimizer: Optimizer,
+        records: dict[Unit, StateRecord],
+        *,
+        reserve: int,
+        num_backwards: int,
+        early: bool,
+        norms: bool,
+        download: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        self._host_cache = host_cache
+        self._update_worker = update_worker
+        self._optimizer = optimizer
+        self._rule = UpdateRule(optimizer)
+        self._records = records
+        self._places = _places(records.values())
+        self._reserve = reserve
+        self._num_backwards = num_backwards  # gradient accumulation: this many make a step
+        self._early = early
+        self._norms = norms
+        self._download = download
+        self._last = StepHistory()
+        self.cycle = StepHistory()
+        self._early_units: frozenset[Unit] = frozenset()
+        self.same_order = False  # whether the next cycle is expected to go as the last one
+        self.synchronised = True  # False inside no_sync()
+        self._graph_task = -1
+        self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
+        self._retained: set[ManagedParameter] = set()
+        self._outstanding_bytes = 0
+        self._lock = threading.Lock()
+        self.norms: dict[ManagedParameter, torch.Tensor] = {}
+        self.torn: str | None = None
+        self._early_settings: list[str] | None = None  # those of the first update of this cycle
+        self.seen: set[ManagedParameter] = set()  # those that have had a gradient since they were last set to None
+
+    # ------------------------------------------------------------------ events from the model
+
+    def on_read(self, unit: Unit) -> None:
+        """A unit's value is read on the computing thread."""
+        if unit in self.cycle.updated:
+            raise TornStepError(
+                f"{unit.name!r} is read after it was updated and before optimizer.step(): the value would be the next "
+                "step's" + _TORN
+            )
+        self.cycle.read(unit)
+        self._update_worker.help()
+
+    def on_gradient(self, parameter: ManagedParameter) -> None:
+        """Autograd has put a gradient on the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.parameter.grad
+            parameter.parameter.grad = None
+        if gradient is None:
+            return
+        self._follow_backward()
+        self._update_worker.help()
+        for part in parameter.parts:
+            self.take(part, part.rows_of(gradient))
+
+    def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None:
+        """A function that uses a parameter in tiles has made a gradient of one, in backward."""
+        self._follow_backward()
+        self._update_worker.help()
+        self.take(tile, gradient)
+
+    def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        """A gradient of `parameter` has come: keep it, or update with it."""
+        unit = parameter.unit
+        flat = self._flat(parameter, gradient)
+        if self._may_update_early(unit):
+            self._make_room(flat.nbytes, unit)
+            waiting = self._waiting.setdefault(unit, {})
+            earlier = waiting.pop(parameter, None)  # a tile has a gradient for each use of its parameter
+            if earlier is not None:
+                flat.add_(earlier)
+                self._release(earlier.nbytes)
+            waiting[parameter] = self._with_retained(parameter, flat)
+            self._update_when_complete(unit)
+        else:
+            self._retain(parameter, flat)
+
+    def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that has come, in the order of its unit's elements and in the record's dtype."""
+        gradient = local_gradient(parameter.parameter, gradient)
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
+                "  fix:   build the embedding with sparse=False"
+            )
+        if parameter in self.cycle.updated_parameters:
+            self.torn = f"{parameter.name!r} got another gradient after its update was under way"
+            raise TornStepError(self.torn + _TORN)
+        self.cycle.fired(parameter)
+        self.seen.add(parameter)
+        gradient = (
+            gradient.detach() if self._download is None else self._downloaded(parameter, self._download, gradient)
+        )
+        return parameter.flattened(gradient).to(self._records[parameter.unit].dtype)
+
+    def _downloaded(
+        self, parameter: ManagedParameter, download: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
+    ) -> torch.Tensor:
+        start = time.perf_counter()
+        here = download(gradient.detach())
+        trace = self._host_cache.store.trace
+        if trace is not None:
+            seconds = time.perf_counter() - start
+            trace.span(parameter.unit.name, Category.GRADIENT, f"{DEVICE} to {HOST}", start, seconds, here.nbytes)
+        return here
+
+    def _follow_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._graph_task:
+            return
+        self._graph_task = task
+        if self.synchronised:
+            if self.cycle.updated and not self.cycle.backward_complete:
+                self.torn = "the last backward did not finish, but some of its updates had run"
+                raise TornStepError(self.torn + _TORN)
+            self.cycle.begin_backward()
+        if self._host_cache.run_trace is not None:
+            self._host_cache.run_trace.begin(BACKWARD)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward_done()
+        if self._host_cache.run_trace is not None:
+            self._host_cache.run_trace.end(BACKWARD)
+
+    def _backward_done(self) -> None:
+        self.cycle.backward_complete = True
+
+    # ------------------------------------------------------------------ updating while backward goes on
+
+    def _may_update_early(self, unit: Unit) -> bool:
+        return (
+            unit in self._early_units
+            and unit not in self.cycle.updated
+            and self.synchronised
+            and self.cycle.num_backwards == self._num_backwards
+        )
+
+    def _update_when_complete(self, unit: Unit) -> None:
+        """Update the unit if each of its parameters has had as many gradients as in the last cycle."""
+        if not self._has_fired(unit):
+            return
+        waiting = self._waiting.pop(unit)
+        if unit.is_saved or unit.the_source().aliased(unit):
+            # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value: it must not
+            # change under them.
+            self.cycle.deferred.add(unit)
+            for parameter, flat in waiting.items():
+                self._retain(parameter, flat)
+                self._release(flat.nbytes)
+            return
+        retained = [p for p in unit.parameters if p in self._retained]
+        self._retained.difference_update(retained)
+        self._early_settings = self._early_settings or self._settings()
+        self.cycle.updated.add(unit)
+        self.cycle.updated_parameters.update(waiting, retained)
+        self._submit(unit, waiting, retained, ())
+
+    def _has_fired(self, unit: Unit) -> bool:
+        """Whether each of its parameters has had as many gradients as in the last cycle."""
+        return all(self.cycle.firings.get(p, 0) >= self._last.firings.get(p, 0) for p in unit.parameters)
+
+    def _make_room(self, num_bytes: int, unit: Unit) -> None:
+        """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
+        if self._outstanding_bytes + num_bytes > self._reserve:
+            with self._host_cache.waiting(room_for(unit)):
+                self._update_worker.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
+        if self._outstanding_bytes + num_bytes > self._reserve:
+            for waiting in self._waiting.values():
+                for parameter, flat in waiting.items():
+                    self._retain(parameter, flat)
+                    self._release(flat.nbytes)
+            self._waiting.clear()
+        with self._lock:
+            self._outstanding_bytes += num_bytes
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._outstanding_bytes -= num_bytes
+
+    # ------------------------------------------------------------------ retaining
+
+    def _retain(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """Add a gradient into its blocks."""
+        if self._norms:
+            flat = self._with_retained(parameter, flat)
+            self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
+        for chunk, segment in self._places[parameter]:
+            self._host_cache.access(chunk.gradient)
+            self._host_cache.wait(chunk.gradient)
+            part = flat[segment.start : segment.stop]
+            with self._host_cache.store.changing(chunk.gradient) as memory:
+                kept = part_of(memory, segment, flat.dtype)
+                if parameter in self._retained:
+                    kept.add_(part)
+                else:
+                    kept.copy_(part)
+            self._host_cache.store.mark_dirty(chunk.gradient)
+        self._retained.add(parameter)
+
+    def _with_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
+        """The gradient plus what was retained of earlier ones, which is then forgotten."""
+        if parameter not in self._retained:
+            return flat
+        for chunk, segment in self._places[parameter]:
+            self._host_cache.access(chunk.gradient)
+            self._host_cache.wait(chunk.gradient)
+            with self._host_cache.store.changing(chunk.gradient) as memory:
+                flat[segment.start : segment.stop].add_(part_of(memory, segment, flat.dtype))
+        self._retained.discard(parameter)
+        return flat
+
+    def has(self, parameter: ManagedParameter) -> bool:
+        """Whether a gradient of `parameter` waits for step(), or has been used by an update of this cycle."""
+        waits = parameter in self._waiting.get(parameter.unit, {})
+        return waits or parameter in self._retained or parameter in self.cycle.updated_parameters
+
+    def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
+        """The retained gradient of `parameter`, whole; None if there is none."""
+        if parameter not in self._retained:
+            return None
+        flat = torch.empty(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        self._read_retained(parameter, flat)
+        return flat.as_strided(parameter.shape, parameter.stride)
+
+    def _read_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """Copy what is retained here of a gradient."""
+        for chunk, segment in self._places[parameter]:
+            self._host_cache.access(chunk.gradient)
+            self._host_cache.wait(chunk.gradient)
+            with self._host_cache.store.changing(chunk.gradient) as memory:
+                flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
+
+    def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        """Put another gradient in the place of the retained one."""
+        self._retained.discard(parameter)
+        self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
+
+    def drain(self) -> None:
+        """Wait until what comes after an update is done."""
+
+    def discard(self) -> None:
+        """Forget all gradients that no update has been submitted for."""
+        if self.cycle.updated:
+            self.torn = "zero_grad() came after some updates of this backward had run and before step()"
+            raise TornStepError(self.torn + _TORN)
+        for waiting in self._waiting.values():
+            for flat in waiting.values():
+                self._release(flat.nbytes)
+        self._waiting.clear()
+        self.cycle.discarded = self.cycle.discarded or bool(self._retained)
+        self._expire({p.unit for p in self._retained})
+        self._retained.clear()
+        self.norms.clear()
+
+    def check_between_steps(self) -> None:
+        """Raise when a step is torn, or has begun and is not finished."""
+        if self.torn is not None:
+            raise TornStepError(self.torn + _TORN)
+        begun = next((p for p in self._places if self.has(p)), None)
+        if begun is not None:
+            raise UsageError(
+                f"{begun.name!r} has a gradient that waits for optimizer.step(): the middle of a step cannot be "
+                "saved\n  fix:   zi.save after optimizer.step(), before the next backward"
+            )
+
+    def restart(self) -> None:
+        """Forget gradients and what was seen of steps so far, also of a torn one: all values will be replaced."""
+        self._update_worker.drain()
+        self.drain()
+        self._last, self.cycle = StepHistory(), StepHistory()
+        self._early_units, self._early_settings = frozenset(), None
+        self.torn = None
+        self.discard()
+        self.seen.clear()
+
+    def _expire(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for chunk in self._records[unit].gradient_chunks:
+                self._host_cache.expire(chunk.gradient)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, factors: tuple[torch.Tensor, ...] = ()) -> None:
+        """Update with every gradient that is left, and begin the next cycle."""
+        self._update_worker.check()
+        if self.torn is not None:
+            raise TornStepError(self.torn + _TORN)
+        if self.cycle.updated and not self.cycle.backward_complete:
+            self.torn = "backward did not finish, but some of its updates had run"
+            raise TornStepError(self.torn + _TORN)
+        if self.cycle.updated and self._early_settings != self._settings():
+            self.torn = "the optimizer's settings (lr, ...) were changed after some updates of this backward had run"
+            raise TornStepError(self.torn + _TORN)
+        self.torn = "step() was interrupted, and some of its updates had run"
+        self._submit_all(factors)
+        self._retained.clear()
+        self.norms.clear()
+        self._end_cycle()
+        self.torn = None
+
+    def before_step(self) -> None:
+        """Make the norms known, if they are wanted."""
+
+    def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
+        for unit in self._in_next_order():
+            direct = self._waiting.pop(unit, {})
+            for parameter, flat in direct.items():
+                self._retain(parameter, flat)
+                self._release(flat.nbytes)
+            retained = [p for p in unit.parameters if p in self._retained]
+            self._submit(unit, {}, retained, factors)
+
+    def _settings(self) -> list[str]:
+        """What the parameter groups say now, to compare."""
+        return [repr(hyperparameters_of(group)) for group in self._optimizer.param_groups]
+
+    def skip(self) -> None:
+        """End the cycle without an update."""
+        self.discard()
+        self._end_cycle()
+
+    def _in_next_order(self) -> list[Unit]:
+        """Units with gradients, first those that the next forward will read first."""
+        return self._in_order({*self._waiting, *(p.unit for p in self._retained)})
+
+    def _in_order(self, units: Collection[Unit]) -> list[Unit]:
+        first = [unit for unit in self.cycle.read_order if unit in units]
+        return first + [unit for unit in self._records if unit in units and unit not in self.cycle.read_order]
+
+    def _submit(
+        self,
+        unit: Unit,
+        flats: dict[ManagedParameter, torch.Tensor],
+        retained: Sequence[ManagedParameter],
+        factors: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Update a unit with gradients that are here, and with retained ones."""
+        num_bytes = sum(flat.nbytes for flat in flats.values())
+        self._update(
+            unit, WholeGradients(flats), [*flats, *retained], retained, factors, lambda: self._release(num_bytes)
+        )
+
+    def _update(
+        self,
+        unit: Unit,
+        fresh: FreshGradients,
+        parameters: Iterable[ManagedParameter],
+        retained: Sequence[ManagedParameter],
+        factors: tuple[torch.Tensor, ...],
+        done: Callable[[], None],
+    ) -> None:
+        """Fetch what the update needs, in the order in which it will be used, and hand it to the worker."""
+        record = self._records[unit]
+        groups = self._optimizer.param_groups
+        settings = {p: hyperparameters_of(groups[p.group]) for p in parameters if p.group is not None}
+        job = UnitUpdate(record, fresh, retained, settings, self._rule, factors, done)
+        store, block = self._host_cache.store, unit.the_block()
+        unit.the_source().updated(unit)
+        for whole in {p.whole.unit for p in unit.parameters if p.whole is not None}:
+            whole.the_source().updated(whole)
+        for parameter in settings:
+            parameter.num_changes += 1
+        self._host_cache.access(block)
+        store.hold(block)
+        with self._host_cache.pinned(block):
+            for chunk in record.chunks:
+                if retained:
+                    self._host_cache.access(chunk.gradient)
+                    store.hold(chunk.gradient)
+                if chunk.record is not None:
+                    with self._host_cache.pinned(chunk.gradient):
+                        self._host_cache.access(chunk.record)
+                    store.hold(chunk.record)
+                self._host_cache.expire(chunk.gradient)
+        self._update_worker.submit(job)
+
+    def _end_cycle(self) -> None:
+        # Two cycles have to look alike: the second one of a loop may go another way than its first.
+        early = frozenset(
+            unit
+            for unit in self._records
+            if self._early
+            and self.cycle.allows_early_update(unit, self._num_backwards)
+            and self._last.allows_early_update(unit, self._num_backwards)
+        )
+        self.same_order = early == self._early_units
+        self._host_cache.end_cycle(same_order=self.same_order)
+        self._early_units = early
+        self._last, self.cycle = self.cycle, StepHistory()
+        self._early_settings = None
+
+
+def room_for(unit: Unit) -> str:
+    """What is waited for when gradients take all that is set aside for them."""
+    return f"{unit.name}: room for its gradient"
+
+
+def _places(records: Iterable[StateRecord]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:
+    places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
+    for record in records:
+        for parameter in record.state_names:
+            places[parameter] = []  # another rank may have all of it
+        for chunk in record.gradient_chunks:
+            for segment in chunk.segments:
+                places[segment.parameter].append((chunk, segment))
+    return places

@@ -1,0 +1,34 @@
+"""Autograd's word that a parameter's gradient is there."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from zero_infinity.interrupts import held
+from zero_infinity.optim.gradient_flow import GradientFlow
+from zero_infinity.params import module_hooks
+from zero_infinity.params.unit import ManagedParameter
+
+
+class GradientHook(module_hooks.Hook):
+    """Called by autograd when a parameter's gradient is there.
+
+    Autograd holds it from C++, where the garbage collector does not look: strong references would keep the model for
+    ever.
+    """
+
+    def __init__(self, gradients: GradientFlow, managed: ManagedParameter) -> None:
+        self._gradients = weakref.ref(gradients)
+        self._managed = weakref.ref(managed)
+
+    def __call__(self, _: torch.Tensor) -> None:
+        gradients, managed = self._gradients(), self._managed()
+        if gradients is not None and managed is not None:
+            with held():
+                gradients.on_gradient(managed)
+
+    def has_gradient(self) -> bool:
+        gradients, managed = self._gradients(), self._managed()
+        return gradients is not None and managed is not None and any(map(gradients.has, managed.parts))

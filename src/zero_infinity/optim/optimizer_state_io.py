@@ -1,0 +1,132 @@
+"""Reads and writes the states in optimizer records from outside the update: state dicts, master copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.errors import UsageError
+from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
+from zero_infinity.optim.update_jobs import take_edits
+from zero_infinity.params.dtensor import like, local_of
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.tiers.host_cache import HostCache
+
+
+class OptimizerStateIO:
+    """Access to records between steps, on the computing thread."""
+
+    def __init__(self, host_cache: HostCache, records: dict[Unit, StateRecord], channel: Channel | None = None) -> None:
+        self._host_cache = host_cache
+        self._records = records
+        self._channel = channel  # to other ranks that have parts of the records
+
+    def read_state(self, parameter: ManagedParameter) -> dict[str, Any] | None:
+        """The parameter's optimizer state, as the plain optimizer has it; None if there is none yet."""
+        if parameter.tiles:
+            return self._read_tiles(parameter.tiles)
+        record = self._records[parameter.unit]
+        names = record.started.get(parameter)
+        return {name: self._read(parameter, name) for name in names} if names else None
+
+    def _read_tiles(self, tiles: list[ManagedParameter]) -> dict[str, Any] | None:
+        states = [state for tile in tiles if (state := self.read_state(tile)) is not None]
+        if len(states) < len(tiles):
+            return None
+        names = self._records[tiles[0].unit].state_names[tiles[0]]
+        # Scalars (the number of steps) are the same for all.
+        return {k: torch.cat([state[k] for state in states]) if k in names else v for k, v in states[0].items()}
+
+    def _read(self, parameter: ManagedParameter, name: str) -> Any:
+        record = self._records[parameter.unit]
+        if name in record.scalars[parameter]:
+            return record.scalars[parameter][name]
+        flat = torch.zeros(parameter.num_elements, dtype=record.dtype)
+        for _, segment, slot in self._slots(parameter, name):
+            flat[segment.start : segment.stop] = slot
+        if self._channel is not None and parameter.unit.is_updated_in_parts:
+            topic = Topic("state gather", parameter.unit.number, f"the optimizer's state of {parameter.name}")
+            self._channel.agree(topic)
+            self._channel.gather(topic, [(flat, parameter.spans)])
+        return like(parameter.parameter, flat.as_strided(parameter.shape, parameter.stride))
+
+    def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
+        """Take over a state of the plain optimizer."""
+        self.check_state(parameter, state)
+        for tile in parameter.tiles:
+            names = self._records[tile.unit].state_names[tile]
+            self.write_state(tile, {k: tile.rows_of(v) if k in names else v for k, v in state.items()})
+        if parameter.tiles:
+            return
+        record = self._records[parameter.unit]
+        names = record.state_names[parameter]
+        for name in names:
+            self._write(parameter, name, state[name])
+        record.scalars[parameter] = {name: value for name, value in state.items() if name not in names}
+        record.started[parameter] = tuple(state)
+
+    def check_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
+        """Raise when `state` is not one of this optimizer's."""
+        part = parameter.parts[0]
+        names = self._records[part.unit].state_names[part]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise UsageError(
+                f"the state of {parameter.name!r} has {sorted(state)} and lacks {missing}: it is another optimizer's"
+            )
+
+    def write_master(self, parameter: ManagedParameter, value: torch.Tensor) -> None:
+        """Set the master copy, if the parameter has one."""
+        if self._records[parameter.unit].has_master:
+            self._write(parameter, MASTER, value)
+            parameter.edited = False
+
+    def take_edits(self, parameter: ManagedParameter) -> None:
+        """Bring what the user has changed in the stored value into the master copy, as the next update would."""
+        unit, store = parameter.unit, self._host_cache.store
+        block = unit.the_block()
+        self._host_cache.access(block)
+        self._host_cache.wait(block)
+        with self._host_cache.pinned(block), store.changing(block) as memory:
+            values = memory.view(unit.dtype)
+            for chunk, segment, master in self._slots(parameter, MASTER):
+                first = parameter.offset + segment.start - unit.stored.start
+                take_edits(master, values[first : first + len(master)])
+                if chunk.record is not None:
+                    store.mark_dirty(chunk.record)
+
+    def forget_states(self) -> None:
+        """As if no step had been taken."""
+        for record in self._records.values():
+            record.started.clear()
+            record.scalars.clear()
+
+    def _write(self, parameter: ManagedParameter, name: str, value: torch.Tensor) -> None:
+        flat = parameter.flattened(local_of(value.detach()))
+        for chunk, segment, slot in self._slots(parameter, name):
+            slot.copy_(flat[segment.start : segment.stop])
+            if chunk.record is not None:
+                self._host_cache.store.mark_dirty(chunk.record)
+
+    def _slots(self, parameter: ManagedParameter, name: str) -> Iterator[tuple[Chunk, Segment, torch.Tensor]]:
+        """The parts of one slot that belong to the parameter, each valid until the next is asked for."""
+        record = self._records[parameter.unit]
+        for chunk in record.chunks:
+            for segment in chunk.segments:
+                if segment.parameter is parameter and chunk.record is not None:
+                    with self._memory(chunk) as memory:
+                        slot = chunk.slot(memory, name, record.dtype)
+                        yield chunk, segment, slot[segment.offset : segment.offset + segment.stop - segment.start]
+
+    @contextmanager
+    def _memory(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        if chunk.record is None:
+            raise UsageError("this optimizer keeps no state per element")
+        self._host_cache.access(chunk.record)
+        self._host_cache.wait(chunk.record)
+        with self._host_cache.store.changing(chunk.record) as memory, torch.no_grad():
+            yield memory

@@ -1,0 +1,82 @@
+"""Parameters that are trained where they are, in memory: complex ones, and those without elements.
+
+They are no part of any unit: their gradients stay on them until `zero_grad()`, and their states are where the user's
+optimizer keeps them, all as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.policy.partition import Span
+
+_NUMBER = -20  # of the topic of their gradients
+
+
+class ResidentParameters:
+    """The parameters of `optimizer` that no unit has."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def norms(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The norm of each gradient that there is."""
+        return {p: torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None}
+
+    def average(self, channel: Channel) -> None:
+        """Put the average over ranks in the place of each gradient; a rank without one counts as zeros."""
+        topic = Topic("gradient sum", _NUMBER, "parameters that are no part of a unit")
+        said = channel.agree(topic, [parameter.grad is not None for parameter in self._parameters])
+        for number, parameter in enumerate(self._parameters):
+            if not any(has[number] for has in said) or not parameter.numel():
+                continue
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            flat = torch.view_as_real(mine) if mine.is_complex() else mine
+            rows = torch.empty(channel.num_ranks, flat.numel(), dtype=flat.dtype)
+            rows[channel.rank] = flat.reshape(-1)
+            spans = [Span(rank * flat.numel(), (rank + 1) * flat.numel()) for rank in range(channel.num_ranks)]
+            channel.gather(topic, [(rows.view(-1), spans)])
+            average = rows[0]
+            for row in rows[1:]:
+                average = average + row
+            average = (average / channel.num_ranks).view(flat.shape)
+            parameter.grad = torch.view_as_complex(average) if mine.is_complex() else average
+
+    def step(self, factors: Iterable[torch.Tensor]) -> None:
+        """Update with the gradients, which are multiplied by `factors` first."""
+        if not self._parameters:
+            return
+        # A shallow copy shares the states, and has none of the user's hooks, which are called for the whole step.
+        stepper: Any = copy.copy(self._optimizer)
+        stepper._optimizer_step_pre_hooks = OrderedDict()
+        stepper._optimizer_step_post_hooks = OrderedDict()
+        stepper.param_groups = [
+            {**group, "params": [p for p in group["params"] if p in self._parameters]}
+            for group in self._optimizer.param_groups
+        ]
+        with torch.no_grad():
+            for gradient in [p.grad for p in self._parameters if p.grad is not None]:
+                for factor in factors:
+                    gradient.mul_(factor)
+            type(self._optimizer).step(stepper)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """The optimizer's state of one of them; None if there is none."""
+        return self._optimizer.state.get(parameter) if parameter in self._parameters else None

@@ -1,0 +1,342 @@
+"""Gradients of several ranks: summed over all of them on their way to the update.
+
+What a rank keeps of a gradient until `step()` depends on the stage. Stages 2 and 3: its own part of the sum; the
+gradients of each backward are summed as soon as their unit is complete. Stages 0 and 1: the whole gradient, of this
+rank alone; it is summed once, when the update is due.
+
+Sums are asked for in an order that is the same on every rank: as units become complete, and what is left (parts of a
+unit without a gradient, units that not every rank uses) at the end of backward or in `step()`, when ranks have told
+each other what they have. Whether a unit is updated early or kept for `step()` is each rank's own affair: no other rank
+waits for it. (In stages 1 and 2 updated parameters go to all ranks: there every update waits for `step()`.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.comm.all_gather import ParameterAllGather
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.reduce_scatter import Reduced, ReduceScatter
+from zero_infinity.errors import DivergenceError, UsageError
+from zero_infinity.interrupts import through
+from zero_infinity.optim.gradient_flow import GradientFlow, room_for
+from zero_infinity.optim.state_records import Segment, StateRecord
+from zero_infinity.optim.update_jobs import RetainGradients, part_of
+from zero_infinity.optim.update_worker import UpdateWorker
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.partition import Span
+from zero_infinity.tiers.host_cache import HostCache
+
+# Numbers of topics that are no unit's.
+_LEFT_OVER, _NORMS, _GRADIENT, _LEFT_OVER_SUM = -1, -2, -3, -4
+_POLL_SECONDS = 0.1
+_BITS = 62  # of what one rank says in one number
+
+
+class ShardedGradients(GradientFlow):
+    """Takes gradients in, sums them over ranks, hands updates out."""
+
+    def __init__(
+        self,
+        host_cache: HostCache,
+        update_worker: UpdateWorker,
+        optimizer: Optimizer,
+        records: dict[Unit, StateRecord],
+        *,
+        reserve: int,
+        num_backwards: int,
+        early: bool,
+        norms: bool,
+        download: Callable[[torch.Tensor], torch.Tensor] | None,
+        stage: int,
+        channel: Channel,
+        reducer: ReduceScatter,
+        exchange: ParameterAllGather | None,
+    ) -> None:
+        super().__init__(
+            host_cache,
+            update_worker,
+            optimizer,
+            records,
+            reserve=reserve,
+            num_backwards=num_backwards,
+            early=early and exchange is None,
+            norms=False,
+            download=download,
+        )
+        self._keeps_whole = stage <= 1
+        self._channel = channel
+        self._reducer = reducer
+        self._exchange = exchange  # of updated parameters, when every rank keeps all of them
+        self._parameters = [p for record in records.values() for p in record.state_names]
+        self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
+        self._unsummed: set[ManagedParameter] = set()  # whose retained gradients are this rank's alone
+        self._held: dict[Unit, Reduced] = {}  # sums that had to wait for step()
+        self._squares: dict[Segment, float] | None = {} if norms else None
+        # Units that not every rank uses, found out before the first sum: they are summed when backward is over.
+        self.find_late_units: Callable[[], Collection[Unit]] | None = None
+        self._late: Collection[Unit] = ()
+        self._submitted_bytes = 0  # of gradients that are being summed
+        self._released = threading.Condition(self._lock)
+
+    # ------------------------------------------------------------------ taking in
+
+    def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        if self.find_late_units is not None:
+            find, self.find_late_units = self.find_late_units, None
+            self._late = find()
+        unit = parameter.unit
+        flat = self._flat(parameter, gradient)
+        if self._keeps_whole and not self._may_update_early(unit):
+            if parameter in self._retained and parameter not in self._unsummed:
+                raise UsageError(
+                    f"{parameter.name!r} got another gradient after its gradients were summed over ranks\n"
+                    "  fix:   read or clip gradients after the last backward of a step"
+                )
+            self._retain(parameter, flat)
+            self._unsummed.add(parameter)
+            return
+        self._make_room(flat.nbytes, unit)
+        collected = self._collected.setdefault(unit, {})
+        if parameter in collected:
+            collected[parameter].add_(flat)
+            self._release(flat.nbytes)
+        else:
+            collected[parameter] = flat
+        if self._is_complete(unit):
+            self._sum([(unit, list(collected))], Topic("gradient sum", unit.number, unit.name))
+
+    def _is_complete(self, unit: Unit) -> bool:
+        """Whether all gradients that are expected of this backward are there."""
+        if unit in self._late:
+            return False
+        if self._keeps_whole:
+            return self._has_fired(unit)
+        trained = [p for p in self._records[unit].state_names if p.parameter.requires_grad]
+        return len(self._collected[unit]) == len(trained)
+
+    def _may_update_early(self, unit: Unit) -> bool:
+        return unit not in self._late and super()._may_update_early(unit)
+
+    def _backward_done(self) -> None:
+        super()._backward_done()
+        if not self._keeps_whole:
+            self._sum_what_is_left()
+
+    def _sum_what_is_left(self) -> None:
+        """Sum what any rank has and has not given away."""
+        mine = {p for collected in self._collected.values() for p in collected} | self._unsummed
+        words = [0] * -(-len(self._parameters) // _BITS)
+        for number, parameter in enumerate(self._parameters):
+            words[number // _BITS] |= (parameter in mine) << (number % _BITS)
+        said = self._channel.agree(Topic("gradients", _LEFT_OVER, "the end of backward or optimizer.step()"), words)
+        wanted: dict[Unit, list[ManagedParameter]] = {}
+        for number, parameter in enumerate(self._parameters):
+            has = [bool(words[number // _BITS] >> (number % _BITS) & 1) for words in said]
+            if any(has):
+                wanted.setdefault(parameter.unit, []).append(parameter)
+                if not all(has) and parameter.unit not in self._late:
+                    raise _parted(parameter, has)
+        if wanted and self._keeps_whole:
+            # One by one: all of them together may be more than there is room for.
+            for unit in self._in_order(wanted):
+                self._sum([(unit, wanted[unit])], Topic("gradient sum", unit.number, unit.name))
+        elif wanted:
+            self._sum(list(wanted.items()), Topic("gradient sum", _LEFT_OVER_SUM, "small and unused units"))
+
+    def _make_room(self, num_bytes: int, unit: Unit) -> None:
+        """Wait until a gradient of this size fits in what is set aside, or nothing under way will make room."""
+        with self._lock:
+            if self._is_short_of(num_bytes):
+                with self._host_cache.waiting(room_for(unit)):
+                    while self._is_short_of(num_bytes):
+                        with through():
+                            self._released.wait(_POLL_SECONDS)
+            self._outstanding_bytes += num_bytes
+
+    def _is_short_of(self, num_bytes: int) -> bool:
+        return self._outstanding_bytes + num_bytes > self._reserve and self._submitted_bytes > 0
+
+    def _summed(self, num_bytes: int) -> None:
+        self._release(num_bytes)
+        with self._lock:
+            self._submitted_bytes -= num_bytes
+            self._released.notify_all()
+
+    # ------------------------------------------------------------------ summing
+
+    def _sum(self, units: list[tuple[Unit, list[ManagedParameter]]], topic: Topic) -> None:
+        asked = []
+        num_bytes = 0
+        for unit, parameters in units:
+            flats = self._collected.pop(unit, {})
+            for parameter in [p for p in parameters if p in self._unsummed]:
+                retained = self._take_back(parameter)
+                if parameter in flats:
+                    flats[parameter].add_(retained)
+                else:
+                    flats[parameter] = retained
+            num_bytes += sum(flat.nbytes for flat in flats.values())
+            asked.append((unit, flats, parameters))
+            if self._keeps_whole:
+                self._expire([unit])
+        with self._lock:
+            self._submitted_bytes += num_bytes
+        results = self._reducer.submit(topic, asked, lambda: self._summed(num_bytes))
+        for (unit, _), reduced in zip(units, results, strict=True):
+            self._arrived(unit, reduced)
+
+    def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
+        """A retained gradient, whole and of this rank alone, which is then forgotten."""
+        flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        self._make_room(flat.nbytes, parameter.unit)
+        self._read_retained(parameter, flat)
+        self._retained.discard(parameter)
+        self._unsummed.discard(parameter)
+        return flat
+
+    def _arrived(self, unit: Unit, reduced: Reduced) -> None:
+        """A sum is on its way: update with it, or keep it."""
+        early = self._may_update_early(unit) and self._has_fired(unit)
+        if early and not unit.is_saved and not unit.the_source().aliased(unit):
+            retained = [p for p in self._records[unit].state_names if p in self._retained]
+            self._retained.difference_update(retained)
+            self._early_settings = self._early_settings or self._settings()
+            self.cycle.updated.add(unit)
+            self.cycle.updated_parameters.update(reduced.parameters, retained)
+            self._update(unit, reduced, [*dict.fromkeys([*reduced.parameters, *retained])], retained, (), _nothing)
+            return
+        if early:
+            self.cycle.deferred.add(unit)
+        if self._keeps_whole and self._squares is None:
+            self._held[unit] = reduced
+        else:
+            self._keep(unit, reduced)
+
+    def _keep(self, unit: Unit, reduced: Reduced) -> None:
+        """Add a sum into the gradient blocks."""
+        record = self._records[unit]
+        for chunk in record.chunks:
+            self._host_cache.access(chunk.gradient)
+            self._host_cache.store.hold(chunk.gradient)
+        self._update_worker.submit(RetainGradients(record, reduced, frozenset(self._retained), self._squares, _nothing))
+        self._retained.update(reduced.parameters)
+
+    # ------------------------------------------------------------------ the step
+
+    def before_step(self) -> None:
+        """Sum what is left; find the norms, if they are wanted."""
+        self._sum_what_is_left()
+        if self._squares is not None:
+            self._update_worker.drain()
+            self.norms = self._norms_over_ranks(self._squares)
+
+    def _norms_over_ranks(self, squares: dict[Segment, float]) -> dict[ManagedParameter, torch.Tensor]:
+        totals = torch.zeros(self._channel.num_ranks, len(self._parameters), dtype=torch.float64)
+        mine = totals[self._channel.rank]
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        for segment, square in squares.items():
+            # What every rank has counts once.
+            if segment.parameter.unit.is_updated_in_parts or self._channel.rank == 0:
+                mine[numbers[segment.parameter]] += square
+        topic = Topic("norms", _NORMS, "the norms of gradients")
+        self._channel.agree(topic)
+        self._channel.gather(topic, [(totals.view(-1), _rows(totals))])
+        norms = totals.sum(0).sqrt().float()
+        return {p: norms[numbers[p]] for p in self._parameters if p in self._retained}
+
+    def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
+        held, self._held = self._held, {}
+        for unit in self._in_order({*held, *(p.unit for p in self._retained)}):
+            retained = [p for p in self._records[unit].state_names if p in self._retained]
+            if unit in held:
+                self._update(unit, held[unit], held[unit].parameters, [], factors, _nothing)
+            else:
+                self._submit(unit, {}, retained, factors)
+            if self._exchange is not None:
+                self._exchange.submit(unit)
+        if self._squares is not None:
+            self._squares.clear()
+
+    def drain(self) -> None:
+        if self._exchange is not None:
+            self._exchange.drain()
+
+    def discard(self) -> None:
+        super().discard()
+        for collected in self._collected.values():
+            for flat in collected.values():
+                self._release(flat.nbytes)
+        self._collected.clear()
+        self._unsummed.clear()
+        self._held.clear()
+        if self._squares is not None:
+            self._squares.clear()
+
+    # ------------------------------------------------------------------ looking
+
+    def has(self, parameter: ManagedParameter) -> bool:
+        held = self._held.get(parameter.unit)
+        return (
+            super().has(parameter)
+            or parameter in self._collected.get(parameter.unit, {})
+            or (held is not None and parameter in held.parameters)
+        )
+
+    def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
+        """The average over ranks, whole. Every rank has to ask."""
+        self._sum_what_is_left()
+        for unit, reduced in self._held.items():
+            self._keep(unit, reduced)
+        self._held.clear()
+        self._update_worker.drain()
+        if parameter not in self._retained:
+            return None
+        flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        self._read_retained(parameter, flat)
+        if parameter.unit.is_updated_in_parts:
+            topic = Topic("gradient gather", _GRADIENT, parameter.name)
+            self._channel.agree(topic)
+            self._channel.gather(topic, [(flat, parameter.spans)])
+        return flat.as_strided(parameter.shape, parameter.stride)
+
+    def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        flat = parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype)
+        for chunk in self._records[parameter.unit].chunks:
+            for segment in chunk.segments:
+                if segment.parameter is parameter:
+                    self._host_cache.access(chunk.gradient)
+                    self._host_cache.wait(chunk.gradient)
+                    with self._host_cache.store.changing(chunk.gradient) as memory:
+                        part_of(memory, segment, flat.dtype).copy_(flat[segment.start : segment.stop])
+                    self._host_cache.store.mark_dirty(chunk.gradient)
+        self._retained.add(parameter)
+
+    def _in_order(self, units: Collection[Unit]) -> list[Unit]:
+        """As the model lists them: what was read, and when, may differ between ranks."""
+        return [unit for unit in self._records if unit in units]
+
+
+def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
+    with_it, without = ([rank for rank, one in enumerate(has) if one is wanted] for wanted in (True, False))
+    return DivergenceError(
+        f"ranks have parted: {parameter.name!r} has a gradient on {_listed(with_it)} and none on {_listed(without)}\n"
+        "  fix:   let every rank use the same layers; those that a rank may choose from belong in one nn.ModuleList"
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _rows(matrix: torch.Tensor) -> Sequence[Span]:
+    width = matrix.shape[1]
+    return [Span(row * width, (row + 1) * width) for row in range(len(matrix))]
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,154 @@
+"""Optimizer records: what the update needs per element, cut into chunks that stream through memory.
+
+A chunk covers a range of a unit's elements and owns two blocks: the *record* (master copy if there is one, then each
+state, side by side, so that one sequential read and one write move them all) and the *gradient*, which has content only
+while a gradient waits for its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.optim.update_rule import Scalars, probe_state_names
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.partition import Span
+from zero_infinity.policy.sizes import GRAIN, round_up_elements
+from zero_infinity.storage.block import Block
+from zero_infinity.storage.block_store import BlockStore
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one parameter that lies in a chunk: elements `start` to `stop` of the parameter."""
+
+    parameter: ManagedParameter
+    start: int
+    stop: int
+    offset: int  # elements from the start of the chunk
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """Elements `start` to `stop` of a unit."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+    slots: tuple[str, ...]  # what the record keeps per element, in order
+    record: Block | None  # None when the optimizer keeps nothing per element, or another rank does
+    gradient: Block
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+    def slot(self, memory: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One slot of the record whose bytes are `memory`."""
+        width = self.num_elements * dtype.itemsize
+        begin = self.slots.index(name) * width
+        return memory[begin : begin + width].view(dtype)
+
+
+@dataclass(eq=False, slots=True)
+class StateRecord:
+    """All chunks of a unit, and the scalars of each of its trained parameters."""
+
+    unit: Unit
+    dtype: torch.dtype  # of master and states
+    has_master: bool
+    state_names: dict[ManagedParameter, tuple[str, ...]]
+    chunks: list[Chunk] = field(default_factory=list)  # of what this rank updates
+    # Of what it keeps gradients of. The same ones, but for a rank that keeps whole gradients and updates a part.
+    gradient_chunks: list[Chunk] = field(default_factory=list)
+    scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
+    # Those that have a state by now, with all its names in the optimizer's own order.
+    started: dict[ManagedParameter, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What is kept per element."""
+        names = dict.fromkeys(name for names in self.state_names.values() for name in names)
+        return ((MASTER,) if self.has_master else ()) + tuple(names)
+
+    def num_elements(self, span: Span) -> int:
+        """Elements from the first to the last one in `span` that is trained: what chunks cover at most."""
+        trained = list(self.state_names)
+        return len(span.overlap(trained[0].offset, round_up_elements(trained[-1].end)))
+
+
+class StateRecordMaker:
+    """Makes the records of units for one optimizer, which is probed once for each parameter group and dtype."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._names: dict[tuple[int, torch.dtype], tuple[str, ...]] = {}
+
+    def make(self, unit: Unit, dtype: torch.dtype) -> StateRecord | None:
+        """The record of a unit, without chunks yet; None when nothing of it is trained."""
+        state_names = {p: self._state_names(p.group, dtype) for p in unit.parameters if p.group is not None}
+        return (
+            StateRecord(unit, dtype, has_master=dtype != unit.dtype, state_names=state_names) if state_names else None
+        )
+
+    def _state_names(self, group: int, dtype: torch.dtype) -> tuple[str, ...]:
+        if (group, dtype) not in self._names:
+            settings = self._optimizer.param_groups[group]
+            self._names[group, dtype] = probe_state_names(self._optimizer, settings, dtype)
+        return self._names[group, dtype]
+
+
+def make_chunks(
+    record: StateRecord, chunk_bytes: int, home: Home, store: BlockStore, *, whole_gradients: bool
+) -> Iterator[Block]:
+    """Cut the record into chunks of about `chunk_bytes`; yields their blocks."""
+    slots = record.slots
+    chunk_elements = chunk_bytes // (max(1, len(slots)) * record.dtype.itemsize)
+    owned = record.unit.owned
+    others = (Span(0, owned.start), Span(owned.stop, record.unit.num_elements)) if whole_gradients else ()
+    for span in (owned, *others):
+        for start, stop, segments in cut(list(record.state_names), chunk_elements, span):
+            name = f"{record.unit.name}[{len(record.gradient_chunks)}]"
+            size = (stop - start) * record.dtype.itemsize
+            is_kept = bool(slots) and span is owned
+            kept = store.create(f"{name} optimizer record", size * len(slots), home) if is_kept else None
+            chunk = Chunk(start, stop, segments, slots, kept, store.create(f"{name} gradient", size, home))
+            record.gradient_chunks.append(chunk)
+            if span is owned:
+                record.chunks.append(chunk)
+            yield from (block for block in (kept, chunk.gradient) if block is not None)
+
+
+def cut(
+    trained: list[ManagedParameter], chunk_elements: int, span: Span
+) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
+    """Cut what `span` has of the trained parameters into ranges that start at multiples of GRAIN; frozen get none."""
+    chunk_elements = max(GRAIN, chunk_elements // GRAIN * GRAIN)
+    start = 0
+    segments: list[Segment] = []
+    for parameter in trained:
+        mine = span.overlap(parameter.offset, parameter.end)
+        done = mine.start - parameter.offset
+        while parameter.offset + done < mine.stop:
+            begin = parameter.offset + done
+            if segments and begin - start >= chunk_elements:
+                yield start, _end(start, segments), tuple(segments)
+                segments = []
+            if not segments:
+                start = begin
+            take = min(start + chunk_elements, mine.stop) - begin
+            segments.append(Segment(parameter, done, done + take, begin - start))
+            done += take
+    if segments:
+        yield start, _end(start, segments), tuple(segments)
+
+
+def _end(start: int, segments: list[Segment]) -> int:
+    last = segments[-1]
+    return start + round_up_elements(last.offset + last.stop - last.start)

@@ -1,0 +1,57 @@
+"""What one step was seen to do, so that the next one may rely on it.
+
+A cycle goes from one `optimizer.step()` to the next. An update may run while backward goes on only when it is certain
+that nobody reads the old value any more. What happened in the last cycle says when that is likely; the live handles
+say when it is certain; and a read or a gradient that comes after all is an error, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zero_infinity.params.unit import ManagedParameter, Unit
+
+
+@dataclass(slots=True)
+class StepHistory:
+    """The events between two steps."""
+
+    num_backwards: int = 0  # that count: not under no_sync
+    events: int = 0
+    # Gradients of each parameter in the backward that is counted last, and the last event of each kind.
+    firings: dict[ManagedParameter, int] = field(default_factory=dict)
+    last_firing: dict[Unit, int] = field(default_factory=dict)
+    last_read: dict[Unit, int] = field(default_factory=dict)
+    read_order: dict[Unit, None] = field(default_factory=dict)  # units by first read: the next forward's order
+    # Whose update was submitted before step().
+    updated: set[Unit] = field(default_factory=set)
+    updated_parameters: set[ManagedParameter] = field(default_factory=set)
+    deferred: set[Unit] = field(default_factory=set)  # that wanted to be updated early, but a handle was alive
+    backward_complete: bool = True
+    discarded: bool = False  # gradients were thrown away
+
+    def read(self, unit: Unit) -> None:
+        self.events += 1
+        self.last_read[unit] = self.events
+        self.read_order.setdefault(unit)
+
+    def fired(self, parameter: ManagedParameter) -> None:
+        self.events += 1
+        self.firings[parameter] = self.firings.get(parameter, 0) + 1
+        self.last_firing[parameter.unit] = self.events
+
+    def begin_backward(self) -> None:
+        """Only the last backward of a cycle may update, so only its gradients are counted."""
+        self.num_backwards += 1
+        self.firings.clear()
+        self.backward_complete = False
+
+    def read_late(self, unit: Unit) -> bool:
+        """Whether the unit was read after its last gradient."""
+        return self.last_read.get(unit, 0) > self.last_firing.get(unit, 0)
+
+    def allows_early_update(self, unit: Unit, num_backwards: int) -> bool:
+        """Whether, going by this cycle, the unit can be updated as soon as its gradients are complete."""
+        if self.num_backwards != num_backwards or self.discarded or unit in self.deferred:
+            return False
+        return unit in self.last_firing and not self.read_late(unit)

@@ -1,0 +1,222 @@
+"""What the updater does with gradients, chunk by chunk: update a unit with them, or keep them for later.
+
+A gradient is *fresh* (in memory, from this backward) or *retained* (in the chunks' gradient blocks, from earlier ones),
+or both: then their sum counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
+from zero_infinity.optim.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
+from zero_infinity.params.unit import ManagedParameter
+from zero_infinity.storage.block import Block
+from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.trace import UPDATE, Category, Trace
+
+
+class FreshGradients(Protocol):
+    """Gradients of one unit, in memory now or soon."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        """The elements of `segment`, to be changed at will; None when its parameter has no such gradient. Waits."""
+
+
+class WholeGradients:
+    """Gradients as autograd made them, flat, by parameter."""
+
+    def __init__(self, flats: Mapping[ManagedParameter, torch.Tensor]) -> None:
+        self._flats = flats
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        flat = self._flats.get(segment.parameter)
+        return None if flat is None else flat[segment.start : segment.stop]
+
+
+@dataclass(slots=True)
+class UnitUpdate:
+    """One unit's update."""
+
+    record: StateRecord
+    fresh: FreshGradients
+    retained: Collection[ManagedParameter]
+    hyperparameters: dict[ManagedParameter, Hyperparameters]
+    rule: UpdateRule
+    factors: tuple[torch.Tensor, ...]  # what gradients are multiplied by first, one after the other (unscale, clip)
+    done: Callable[[], None]
+    _states: list[tuple[ManagedParameter, tuple[str, ...], Scalars]] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.fresh.is_ready
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.record.chunks
+
+    def blocks(self, chunk: Chunk) -> list[Block]:
+        """What is held for the update of `chunk`, the unit's own block first."""
+        blocks = (self.record.unit.the_block(), chunk.gradient if self.retained else None, chunk.record)
+        return [block for block in blocks if block is not None]
+
+    def apply(self, chunk: Chunk, store: BlockStore) -> None:
+        """Update one chunk. The new scalars are taken over at the end: the old ones serve the other chunks."""
+        try:
+            with ExitStack() as stack:
+                values = stack.enter_context(store.changing(self.record.unit.the_block())).view(self.record.unit.dtype)
+                states = stack.enter_context(store.changing(chunk.record)) if chunk.record else None
+                kept = stack.enter_context(store.changing(chunk.gradient)) if self.retained else None
+                for segment in chunk.segments:
+                    gradient = self._gradient_of(segment, kept)
+                    if gradient is not None:
+                        start = time.perf_counter()
+                        new = self._update_segment(segment, chunk, values, states, gradient)
+                        self._states.append((segment.parameter, *new))
+                        if store.trace is not None:
+                            self._note(store.trace, segment, start)
+        finally:
+            for block in self.blocks(chunk)[1:]:
+                store.unhold(block, dirty=block is chunk.record)
+
+    def finish(self, store: BlockStore) -> None:
+        store.unhold(self.record.unit.the_block(), dirty=True)
+        updated = {parameter for parameter, _, _ in self._states}
+        for parameter in self.hyperparameters:
+            if parameter not in updated and not self._is_here(parameter):
+                self._states.append((parameter, *self._advance(parameter)))
+        for parameter, names, scalars in self._states:
+            self.record.started[parameter] = names
+            self.record.scalars[parameter] = scalars
+            parameter.edited = False
+        self.done()
+
+    def _note(self, trace: Trace, segment: Segment, start: float) -> None:
+        """A segment was updated."""
+        num_bytes = (segment.stop - segment.start) * self.record.dtype.itemsize * len(self.record.slots)
+        trace.span(self.record.unit.name, Category.UPDATE, UPDATE, start, time.perf_counter() - start, num_bytes)
+
+    def _is_here(self, parameter: ManagedParameter) -> bool:
+        return any(segment.parameter is parameter for chunk in self.chunks for segment in chunk.segments)
+
+    def _advance(self, parameter: ManagedParameter) -> tuple[tuple[str, ...], Scalars]:
+        """Count the step of a parameter of which other ranks have all elements: its scalars are the same on all."""
+        nothing = torch.empty(0, dtype=self.record.dtype)
+        known = parameter in self.record.started
+        state = {name: nothing.clone() for name in self.record.state_names[parameter]} if known else {}
+        scalars = copy_scalars(self.record.scalars[parameter]) if known else {}
+        result = self.rule.apply(nothing, nothing.clone(), state, scalars, self.hyperparameters[parameter])
+        return tuple(result), split_state(result, nothing.shape)[1]
+
+    def _gradient_of(self, segment: Segment, kept: torch.Tensor | None) -> torch.Tensor | None:
+        fresh = self.fresh.part(segment)
+        if kept is None or segment.parameter not in self.retained:
+            return fresh
+        retained = part_of(kept, segment, self.record.dtype)
+        return retained if fresh is None else fresh.to(self.record.dtype).add_(retained)
+
+    def _update_segment(
+        self,
+        segment: Segment,
+        chunk: Chunk,
+        values: torch.Tensor,
+        states: torch.Tensor | None,
+        gradient: torch.Tensor,
+    ) -> tuple[tuple[str, ...], Scalars]:
+        record, parameter = self.record, segment.parameter
+        first = parameter.offset + segment.start - record.unit.stored.start
+        stored = values[first : first + segment.stop - segment.start]
+        slots = {
+            name: chunk.slot(states, name, record.dtype)[segment.offset : segment.offset + len(stored)]
+            for name in ((MASTER,) if record.has_master else ()) + record.state_names[parameter]
+            if states is not None
+        }
+        master = slots.pop(MASTER, stored)
+        if record.has_master and parameter.edited:
+            take_edits(master, stored)
+        gradient = gradient.to(record.dtype)
+        for factor in self.factors:
+            gradient.mul_(factor)
+        known = parameter in record.started
+        result = self.rule.apply(
+            master,
+            gradient,
+            slots if known else {},
+            copy_scalars(record.scalars[parameter]) if known else {},
+            self.hyperparameters[parameter],
+        )
+        tensors, scalars = split_state(result, master.shape)
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() != slots[name].data_ptr():
+                slots[name].copy_(tensor)
+        if record.has_master:
+            stored.copy_(master)
+        return tuple(result), scalars
+
+
+@dataclass(slots=True)
+class RetainGradients:
+    """Adds one unit's fresh gradients to what is retained of them."""
+
+    record: StateRecord
+    fresh: FreshGradients
+    retained: Collection[ManagedParameter]  # that have something to add to
+    squares: dict[Segment, float] | None  # where to put the sum of squares of each segment, when norms are wanted
+    done: Callable[[], None]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.fresh.is_ready
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.record.chunks
+
+    def blocks(self, chunk: Chunk) -> list[Block]:
+        return [chunk.gradient]
+
+    def apply(self, chunk: Chunk, store: BlockStore) -> None:
+        try:
+            with store.changing(chunk.gradient) as memory:
+                for segment in chunk.segments:
+                    self._retain(segment, part_of(memory, segment, self.record.dtype))
+        finally:
+            store.unhold(chunk.gradient, dirty=True)
+
+    def finish(self, _: BlockStore) -> None:
+        self.done()
+
+    def _retain(self, segment: Segment, kept: torch.Tensor) -> None:
+        part = self.fresh.part(segment)
+        if part is None:
+            return
+        if segment.parameter in self.retained:
+            kept.add_(part)
+        else:
+            kept.copy_(part)
+        if self.squares is not None:
+            self.squares[segment] = torch.linalg.vector_norm(kept, dtype=torch.float64).square().item()
+
+
+def take_edits(master: torch.Tensor, stored: torch.Tensor) -> None:
+    """Bring what the user has changed in `stored` into the master copy."""
+    # Only what was really changed: the rest of the master copy has more bits than what is stored.
+    torch.where(master.to(stored.dtype) == stored, master, stored.to(master.dtype), out=master)
+
+
+def part_of(memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+    """A segment's elements of its chunk's gradient block."""
+    return memory.view(dtype)[segment.offset : segment.offset + segment.stop - segment.start]

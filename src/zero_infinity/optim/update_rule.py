@@ -1,0 +1,146 @@
+"""Calls the user's own `torch.optim` class on pieces of parameters.
+
+An element-wise optimizer computes the same bits for a slice as for the whole, so states can be streamed in chunks and
+no optimizer has to be written again. Whether a class *is* element-wise is found out, not assumed: a probe runs it on
+a small tensor whole and in slices and compares. The state that it keeps per element is also found by the probe.
+
+Scalars of the state (a step count) stay in memory, per parameter; tensors of the parameter's shape go to the record.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.errors import UsageError
+from zero_infinity.params.dynamo import no_compiling
+
+Scalars = dict[str, Any]
+Hyperparameters = dict[str, Any]
+
+# Large enough for several slices, with a tail that is no multiple of the vector width.
+_PROBE_SHAPE = (13, 37)
+_PROBE_CUT = 192
+_PROBE_STEPS = 3
+
+
+class UpdateRule:
+    """One optimizer class with one parameter group's settings. Not thread-safe: one worker calls it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # A shallow copy has the class's own settings but none of the user's step hooks, state or parameters.
+        self._stepper = copy.copy(optimizer)
+        self._stepper._optimizer_step_pre_hooks = OrderedDict()
+        self._stepper._optimizer_step_post_hooks = OrderedDict()
+        self._step = type(optimizer).step
+        if getattr(self._step, "hooked", None):
+            # torch wraps it for profiling and for the hooks, of which there are none: 60 us that a chunk does not need.
+            self._step = getattr(self._step, "__wrapped__", self._step)
+
+    def apply(
+        self,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        scalars: Scalars,
+        hyperparameters: Hyperparameters,
+    ) -> dict[str, Any]:
+        """One step on `values` in place; returns the new state (the same tensors where they were given)."""
+        values.grad = gradient
+        self._stepper.state = defaultdict(dict)
+        if state or scalars:
+            self._stepper.state[values] = {**state, **scalars}
+        self._stepper.param_groups = [{**hyperparameters, "params": [values]}]
+        with no_compiling():
+            self._step(self._stepper)
+        values.grad = None
+        new_state: dict[str, Any] = self._stepper.state.pop(values, {})
+        return new_state
+
+
+def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:
+    """What a parameter group says now, kept apart from later changes (a scheduler may set the lr at any time)."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def split_state(state: dict[str, Any], shape: torch.Size) -> tuple[dict[str, torch.Tensor], Scalars]:
+    """State tensors with one value per element, and the rest."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: Scalars = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0:
+            tensors[name] = value
+        else:
+            scalars[name] = value
+    return tensors, scalars
+
+
+def copy_scalars(scalars: Scalars) -> Scalars:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in scalars.items()}
+
+
+def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
+    """The names of the per-element state of this group; raises `UsageError` when slices do not equal the whole."""
+    kind = type(optimizer).__name__
+    if kind in _REFUSED:
+        raise UsageError(_refusal(kind, _REFUSED[kind]))
+    rule = UpdateRule(optimizer)
+    hyperparameters = hyperparameters_of(group)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_PROBE_SHAPE, generator=generator).to(dtype)
+    gradients = [torch.randn(_PROBE_SHAPE, generator=generator).to(dtype) for _ in range(_PROBE_STEPS)]
+    try:
+        whole, names = _run(rule, start, gradients, hyperparameters, cut=start.numel())
+        sliced, _ = _run(rule, start, gradients, hyperparameters, cut=_PROBE_CUT)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(_refusal(kind, f"it fails on a flat slice of a parameter ({error})")) from error
+    if not torch.equal(whole, sliced):
+        raise UsageError(_refusal(kind, "a slice of a parameter is not updated as it is within the whole"))
+    return names
+
+
+def _run(
+    rule: UpdateRule, start: torch.Tensor, gradients: list[torch.Tensor], hyperparameters: Hyperparameters, cut: int
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    values = start.clone()
+    names: tuple[str, ...] = ()
+    whole = cut >= values.numel()
+    pieces = [values] if whole else list(values.view(-1).split(cut))
+    states: list[dict[str, Any]] = [{} for _ in pieces]
+    for gradient in gradients:
+        parts = [gradient] if whole else list(gradient.view(-1).split(cut))
+        for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+            tensors, scalars = split_state(states[index], piece.shape)
+            states[index] = rule.apply(piece, part.clone(), tensors, scalars, hyperparameters)
+            for name, value in states[index].items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != piece.shape:
+                    raise UsageError(
+                        _refusal(type(rule._stepper).__name__, f"its state {name!r} has a shape of its own")
+                    )
+            names = tuple(split_state(states[index], piece.shape)[0])
+    return values, names
+
+
+_REFUSED = {
+    "LBFGS": "it needs a closure that evaluates the model several times in one step",
+    "SparseAdam": "it needs sparse gradients, which are not streamed",
+    "Muon": "it orthogonalises whole matrices, so that a slice is not updated as it is within the whole",
+    "Adafactor": "it keeps row and column statistics of whole matrices",
+}
+
+
+def _refusal(kind: str, reason: str) -> str:
+    return (
+        f"torch.optim.{kind} cannot be streamed: {reason}\n"
+        "  fix:   use an element-wise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, ...)"
+    )

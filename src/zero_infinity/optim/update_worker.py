@@ -1,0 +1,238 @@
+"""Updates parameters while the model computes.
+
+A job works on one unit: for each chunk it waits for the chunk's blocks, changes them in place, and lets them go home.
+Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched) by the thread
+that submitted it, in the order in which the job uses them; here they are only waited for, changed and let go. A job
+never touches an `nn.Parameter`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zero_infinity.errors import EngineClosedError, again
+from zero_infinity.interrupts import through
+from zero_infinity.one_core_thread import use_one_core
+from zero_infinity.optim.state_records import Chunk
+from zero_infinity.params.disable_modes import ordinary_tensors
+from zero_infinity.run_trace import RunTrace
+from zero_infinity.storage.block import Block
+from zero_infinity.storage.block_store import BlockStore
+
+# How long the computing thread may stay away from what it could update before the worker does it: longer than most
+# operations between two uses of parameters.
+_PATIENCE_SECONDS = 0.25
+
+
+class UpdateJob(Protocol):
+    """Work on the chunks of one unit, in their order."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its gradients are there."""
+
+    @property
+    def chunks(self) -> list[Chunk]: ...
+
+    def blocks(self, chunk: Chunk) -> list[Block]:
+        """What it changes or reads for `chunk`."""
+
+    def apply(self, chunk: Chunk, store: BlockStore) -> None:
+        """Work on one chunk, and let its blocks go."""
+
+    def finish(self, store: BlockStore) -> None:
+        """All chunks are done."""
+
+
+class _Progress:
+    """How far a job has come."""
+
+    __slots__ = ("job", "next_chunk")
+
+    def __init__(self, job: UpdateJob) -> None:
+        self.job = job
+        self.next_chunk = 0
+
+
+class UpdateWorker:
+    """Runs jobs in their order. An error in a job is kept, and raised by whoever submits or waits next.
+
+    With an accelerator (`shares_cores` is False) a worker thread runs them all. On a CPU that also computes the model
+    a second thread would take turns with the model's kernels on the same cores, and each of these ends with its slowest
+    core. So there the thread that computes runs what is ready whenever it comes by (`help`), on all its cores; the
+    worker steps in, on one core, while that thread waits (`take_over`), and when it has not come by for a while.
+    """
+
+    def __init__(self, store: BlockStore, *, shares_cores: bool, run_trace: RunTrace | None = None) -> None:
+        self._store = store
+        self._run_trace = run_trace
+        self._shares_cores = shares_cores
+        lock = threading.RLock()  # a signal handler may close the engine while its thread is in here
+        self._changed = threading.Condition(lock)  # told of every job and chunk that is done
+        # Apart, since waking the worker takes a core away from the model: only when there is something for it to do.
+        self._calling = threading.Condition(lock)
+        self._is_asleep = False  # the worker, until it is called
+        self._jobs: deque[_Progress] = deque()
+        self._is_running = False  # somebody works on the first job
+        self._is_away = not shares_cores  # the computing thread does not come by
+        self._num_visits = 0  # of the computing thread
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the computing thread
+
+    def submit(self, job: UpdateJob) -> None:
+        """Run the job, or leave it for later."""
+        self.check()
+        with self._changed:
+            self._jobs.append(_Progress(job))
+            if not self._shares_cores:
+                self._calling.notify()
+        self.help()
+
+    def help(self) -> None:
+        """The computing thread comes by: update what is ready."""
+        if not self._jobs or not self._shares_cores or not self._begin():
+            return
+        start = time.perf_counter()
+        try:
+            with ordinary_tensors():
+                while self._go_on(wait=False):
+                    pass
+        except BaseException as error:
+            self._fail(again(error))
+            raise
+        finally:
+            self._end()
+            if self._run_trace is not None:
+                self._run_trace.updated(start)
+
+    def take_over(self) -> None:
+        """The computing thread is about to wait: until it comes by again, the worker need not."""
+        if self._jobs:
+            with self._changed:
+                self._is_away = True
+                self._calling.notify()
+
+    def check(self) -> None:
+        """Raise what a job failed with."""
+        if self._error is not None:
+            raise again(self._error)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._jobs)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds (looked at after every job) or no job is left."""
+        self.take_over()
+        with self._changed:
+            while self._error is None and self._jobs and not condition():
+                with through():
+                    self._changed.wait()
+        self.check()
+
+    def drain(self) -> None:
+        """Wait until every job is done."""
+        self.wait_until(lambda: False)
+
+    def close(self) -> None:
+        """End the thread after the chunk that it works on now; what waits is dropped. Idempotent."""
+        if self._error is None:
+            # Whoever waits for a block that a dropped job was to change has to know, or waits for ever.
+            self._fail(EngineClosedError("the updater is closed"))
+        with self._changed:
+            self._is_closed = True
+            self._jobs.clear()
+            self._calling.notify()
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ------------------------------------------------------------------ the worker
+
+    def _work(self) -> None:
+        use_one_core()
+        while self._is_needed():
+            try:
+                self._go_on(wait=True)
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
+                # Without its frames, which hold the model for as long as the error lives.
+                error.add_note("in the update worker:\n" + "".join(traceback.format_tb(error.__traceback__)))
+                self._fail(error.with_traceback(None))
+            finally:
+                self._end()
+
+    def _is_needed(self) -> bool:
+        """Wait until there is a chunk that nobody else works on; False when there will be none."""
+        with self._changed:
+            while not self._is_closed:
+                num_visits = self._num_visits
+                idle = bool(self._jobs) and not self._is_running
+                if idle and self._is_away:
+                    break
+                # Not away: it has some time to come by. Busy: whoever works calls when he ends, if something is left.
+                self._is_asleep = not idle
+                called = self._calling.wait(_PATIENCE_SECONDS if idle else None)
+                self._is_asleep = False
+                if idle and not called and not self._is_running and num_visits == self._num_visits:
+                    self._is_away = True
+            self._is_running = not self._is_closed
+            return self._is_running
+
+    # ------------------------------------------------------------------ whoever runs
+
+    def _begin(self) -> bool:
+        """The computing thread is here; whether it may run the first job."""
+        with self._changed:
+            self._is_away = False
+            self._num_visits += 1
+            if self._is_running or self._error is not None:
+                return False
+            self._is_running = True
+            return True
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_running = False
+            if self._jobs and self._is_asleep:
+                self._calling.notify()
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._jobs.clear()
+        self._store.fail(error)
+
+    def _go_on(self, *, wait: bool) -> bool:
+        """Work on the next chunk of the first job, unless (`wait` is False) that would wait. True: there was one."""
+        with self._changed:
+            if not self._jobs:
+                return False  # closed meanwhile
+            progress = self._jobs[0]
+        job = progress.job
+        if progress.next_chunk < len(job.chunks):
+            chunk = job.chunks[progress.next_chunk]
+            if not wait and not (job.is_ready and all(self._store.changeable(block) for block in job.blocks(chunk))):
+                return False
+            with torch.no_grad():
+                job.apply(chunk, self._store)
+            progress.next_chunk += 1
+        if progress.next_chunk == len(job.chunks):
+            job.finish(self._store)
+            self._store.heap.look()  # optimizers make temporaries
+            with self._changed:
+                if self._jobs:
+                    self._jobs.popleft()
+                self._changed.notify_all()
+        return True

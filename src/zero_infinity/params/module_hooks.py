@@ -1,0 +1,216 @@
+"""Module hooks: the ordinary path by which a model's parameters are unsharded and offloaded.
+
+A module that owns parameters and has no child that does (nn.Linear, nn.LSTM, a norm) unshards all of them for its
+forward. The parameters of any other module (a root with a position table) are left to the safety net, one operation at
+a time: unsharding them for a forward that contains the whole model would pin them for all of it.
+
+A hook is an object that a copy of the module does not take along: a deep copy of a prepared model is a plain model.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C import _autograd
+
+from zero_infinity.errors import UsageError
+from zero_infinity.interrupts import held
+from zero_infinity.params.dynamo import not_compiled
+from zero_infinity.params.unit import ManagedParameter
+from zero_infinity.params.unshard import Unsharder
+from zero_infinity.run_trace import FORWARD, RunTrace
+
+
+class _Inert:
+    """What a copied module has in the place of a hook."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+class Hook:
+    """A hook that stays behind when its module is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _Inert()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+
+class BeforeForward(Hook):
+    """Unshards what the module owns and puts the saved-tensor hooks on top."""
+
+    def __init__(self, unsharder: Unsharder, stack: ForwardStack, parameters: list[ManagedParameter]) -> None:
+        self._unsharder = unsharder
+        self._stack = stack
+        self._parameters = parameters
+
+    @not_compiled
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        with held():
+            self._stack.enter(module)
+            self._unsharder.unshard(self._parameters, watched=True)
+            self._stack.entered(self._parameters, hooks_pushed=self._unsharder.push_hooks())
+
+
+class AfterForward(Hook):
+    """Takes back what `BeforeForward` did."""
+
+    def __init__(self, stack: ForwardStack) -> None:
+        self._stack = stack
+
+    @not_compiled
+    def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
+        with held():
+            self._stack.leave(module)
+
+
+class CopyStates(Hook):
+    """While a state_dict is made, `detach` gives copies: views of every parameter would pin the whole model."""
+
+    def __init__(self, unsharder: Unsharder, change: int) -> None:
+        self._unsharder = unsharder
+        self._change = change
+
+    def __call__(self, *_: Any) -> None:
+        self._unsharder.num_copying += self._change
+
+
+class RefuseAssignment(Hook):
+    """`load_state_dict(assign=True)` would put parameters in place that nobody manages."""
+
+    def __call__(self, _: nn.Module, __: Any, prefix: str, metadata: Mapping[str, Any], *___: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                f"load_state_dict(assign=True) would replace the managed parameters of {prefix or 'the model'!r}\n"
+                "  fix:   load_state_dict(...) without assign, which copies into them"
+            )
+
+
+class Discarding(Protocol):
+    """Who has gradients that `p.grad` does not show."""
+
+    def discard_gradients(self, *, set_to_none: bool) -> None: ...
+
+
+class ZeroGradients(Hook):
+    """The model's own `zero_grad`: gradients that wait for step() are not on its parameters."""
+
+    def __init__(self, model: nn.Module, engine: Discarding) -> None:
+        self._model = weakref.ref(model)
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        model, engine = self._model(), self._engine()
+        if engine is not None:
+            engine.discard_gradients(set_to_none=set_to_none)
+        if model is not None:
+            type(model).zero_grad(model, set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._model())]
+        return types.MethodType(type(copied).zero_grad, copied)
+
+
+class _Entry:
+    """One forward that is under way."""
+
+    __slots__ = ("backward", "hooks_pushed", "module", "parameters")
+
+    def __init__(self, module: nn.Module, backward: int) -> None:
+        self.module = module
+        self.backward = backward  # that computes it again; -1: none
+        self.parameters: list[ManagedParameter] = []
+        self.hooks_pushed = False
+
+
+class ForwardStack:
+    """The forwards that are under way, so that whatever interrupts them leaves nothing unsharded.
+
+    An exception in forward still runs our after-hooks; a KeyboardInterrupt does not. What it leaves behind is cleaned
+    up when the outermost module is called again; of a computation inside of a backward, at the next one outside.
+    """
+
+    def __init__(self, unsharder: Unsharder, run_trace: RunTrace | None = None) -> None:
+        self._unsharder = unsharder
+        self._run_trace = run_trace
+        self._entries: list[_Entry] = []
+        self._thread = 0
+
+    def enter(self, module: nn.Module) -> None:
+        thread = threading.get_ident()
+        if self._entries and self._thread != thread:
+            raise UsageError(
+                f"{type(module).__name__} is called by a second thread while another one is inside the model\n"
+                "  fix:   run one forward or backward at a time for each prepared model"
+            )
+        self._thread = thread
+        backward = torch._C._current_graph_task_id()
+        if backward < 0:
+            while self._entries and self._entries[-1].backward >= 0:
+                self._undo(self._entries.pop())
+        if self._entries and (self._entries[0].module, self._entries[0].backward) == (module, backward):
+            self.clear()
+        if self._run_trace is not None and not self._entries and backward < 0:
+            self._run_trace.begin(FORWARD)  # and not a recomputation in backward
+        self._entries.append(_Entry(module, backward))
+
+    def entered(self, parameters: list[ManagedParameter], *, hooks_pushed: bool) -> None:
+        self._entries[-1].parameters = parameters
+        self._entries[-1].hooks_pushed = hooks_pushed
+
+    def leave(self, module: nn.Module) -> None:
+        if self._thread != threading.get_ident():
+            return  # of a call that was refused
+        while any(entry.module is module for entry in self._entries):
+            entry = self._entries.pop()
+            self._undo(entry)
+            if entry.module is module:
+                break
+        if self._run_trace is not None and not self._entries:
+            self._run_trace.end(FORWARD)
+
+    def clear(self) -> None:
+        while self._entries:
+            self._undo(self._entries.pop())
+
+    def _undo(self, entry: _Entry) -> None:
+        # A backward that has ended took the hooks along that were pushed inside of it.
+        if entry.hooks_pushed and entry.backward == torch._C._current_graph_task_id():
+            _autograd._pop_saved_tensors_default_hooks()
+        self._unsharder.reshard(entry.parameters)
+
+
+def attach_state_hooks(module: nn.Module, unsharder: Unsharder) -> None:
+    """Let the module's state_dict hold copies, and its load_state_dict copy into the parameters that are there."""
+    if any(isinstance(hook, CopyStates) for hook in module._state_dict_pre_hooks.values()):
+        return
+    module.register_state_dict_pre_hook(CopyStates(unsharder, +1))
+    module.register_state_dict_post_hook(CopyStates(unsharder, -1))
+    module.register_load_state_dict_pre_hook(RefuseAssignment())
+
+
+def attach(
+    model: nn.Module,
+    unsharder: Unsharder,
+    owners: dict[nn.Module, list[ManagedParameter]],
+    run_trace: RunTrace | None = None,
+) -> None:
+    """Put hooks on every module; `owners` says which parameters belong to which."""
+    stack = ForwardStack(unsharder, run_trace)
+    for module in model.modules():
+        # A tile is shown by whoever uses it, for as long as it takes.
+        parameters = [p for p in owners.get(module, []) if p.whole is None]
+        if any(child in owners for child in module.modules() if child is not module):
+            parameters = []
+        module.register_forward_pre_hook(BeforeForward(unsharder, stack, parameters), prepend=True)
+        # always_call: an exception, or checkpoint's early stop of a recomputation, skips ordinary hooks.
+        module.register_forward_hook(AfterForward(stack), always_call=True)
+        attach_state_hooks(module, unsharder)

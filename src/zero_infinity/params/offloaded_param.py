@@ -1,0 +1,340 @@
+"""A parameter whose bytes are elsewhere, and the safety net under it.
+
+An offloaded parameter is still the user's own `nn.Parameter` object, with true shape, dtype and device. Only its class
+is swapped for an `OffloadedParameter` (for a subclass of `nn.Parameter`: for one that is both), and its data is one NaN
+cell expanded to the shape. It takes no memory, and code that bypasses the safety net sees NaN, never plausible numbers.
+
+Any torch function that gets an offloaded parameter comes through `__torch_function__`: metadata is answered as it is;
+for everything else the parameter is unsharded (its bytes are fetched), the function runs, and it is offloaded again.
+So `F.linear(x, other.weight)`, tied weights, `nn.MultiheadAttention`'s inner projections, an L2 penalty in the loss and
+code outside of any forward just work.
+
+A parameter that is unsharded for the forward of its module has no such net. It is a `WatchedParameter`: every function
+goes straight to torch, and only the ways by which a value can be changed without a trace (`.data`, `.detach()`,
+`.numpy()`) are told of.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_infinity.errors import UsageError
+from zero_infinity.params.dtensor import local_of
+from zero_infinity.params.dynamo import not_compiled
+from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter
+
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+class ParameterAccess(Protocol):
+    """Whoever can show the bytes of a parameter."""
+
+    def call_unsharded(
+        self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]
+    ) -> Any:
+        """Run `call`, which is some call of `func`, while the parameters show their values."""
+
+    def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
+        """A deep copy of `original` was made."""
+
+    def may_change(self, parameter: ManagedParameter) -> None:
+        """The user has a tensor through which the unsharded value may change, now or later, without a trace."""
+
+
+def managed(parameter: torch.Tensor) -> ManagedParameter | None:
+    """What is known of a parameter, if it is one of ours."""
+    found: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)
+    return found
+
+
+def unsharder_of(parameter: ManagedParameter) -> ParameterAccess:
+    unsharder: ParameterAccess = parameter.parameter.__dict__[ATTRIBUTE + "_exposer"]
+    return unsharder
+
+
+def adopt(parameter: ManagedParameter, unsharder: ParameterAccess) -> None:
+    """From now on `unsharder` answers for this parameter."""
+    parameter.parameter.__dict__[ATTRIBUTE] = parameter
+    parameter.parameter.__dict__[ATTRIBUTE + "_exposer"] = unsharder
+
+
+def reshard(parameter: ManagedParameter) -> None:
+    """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
+    with torch._C.DisableTorchFunctionSubclass():  # it may be offloaded already, by whom it moves away from
+        point(parameter, parameter.offloaded_data)
+    parameter.parameter.__class__ = _as(OffloadedParameter, parameter.plain_class)
+
+
+def show(parameter: ManagedParameter, data: torch.Tensor, *, watched: bool) -> None:
+    """Point the parameter at real values and give it its own class again, or one that tells of hidden changes."""
+    plain = parameter.plain_class
+    parameter.parameter.__class__ = _as(WatchedParameter, plain) if watched else plain
+    point(parameter, data)
+
+
+def point(parameter: ManagedParameter, data: torch.Tensor) -> None:
+    """Put `data` in the place of what the parameter points at, past the net."""
+    if parameter.is_distributed:
+        parameter.parameter._local_tensor = data  # type: ignore[attr-defined]
+    else:
+        _SET_DATA(parameter.parameter, data)
+
+
+def data_of(parameter: ManagedParameter) -> torch.Tensor:
+    """What an unsharded parameter points at, for ourselves."""
+    if parameter.is_distributed:
+        return local_of(parameter.parameter)
+    data: torch.Tensor = _GET_DATA(parameter.parameter)
+    return data
+
+
+@functools.cache
+def _as(state: type[nn.Parameter], plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a parameter in this state whose own class is `plain`: an instance is one of both."""
+    if plain is nn.Parameter:
+        return state
+    bases = (_OffloadedDTensor,) if state is OffloadedParameter and hasattr(plain, "full_tensor") else (state,)
+    return types.new_class(state.__name__ + plain.__name__, (*bases, plain))
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+# Answered from the offloaded parameter itself: its shape, dtype, device and autograd fields are the true ones.
+_METADATA: frozenset[Any] = frozenset(
+    _getters(
+        *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "grad_fn", "_version"),
+        *(
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_sparse_csr",
+            "is_quantized",
+            "is_mkldnn",
+            "is_xpu",
+            "is_mps",
+        ),
+        *("is_nested", "names", "itemsize", "nbytes", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *("retains_grad", "_base", "_grad", "_grad_fn", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
+    )
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")}
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
+            *("requires_grad_", "register_hook", "__hash__", "__len__"),
+            *("is_inference", "_is_view", "get_device", "ndimension", "is_same_size"),
+        )
+    }
+    | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
+)
+_GRADIENT_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+_ONLY_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+# What `nn.Module._apply` asks before it puts a converted tensor, or another parameter, in the place of a parameter.
+_ABOUT_TO_CONVERT = torch._has_compatible_shallow_copy_type
+
+
+class OffloadedParameter(nn.Parameter):
+    """The class of a parameter while its bytes are elsewhere. Instances are made by `reshard`, never directly."""
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func in _GRADIENT_HOOKS and args[0].__dict__[ATTRIBUTE].tiles:
+            raise UsageError(
+                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is used in tiles, and its gradient is never whole: a "
+                "hook on it would not be called\n  fix:   a larger tile_above in zi.Config, or register the hook "
+                "before zi.prepare, which then leaves the parameter whole"
+            )
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **keywords)
+            if result is None and func == _GET_GRAD:
+                args[0].__dict__[ATTRIBUTE].warn_of_gradient()
+            return result
+        if func is torch.Tensor.register_post_accumulate_grad_hook:
+            with torch._C.DisableTorchFunctionSubclass():
+                handle = func(*args, **keywords)
+            # Ours takes the gradient away, so it has to come last.
+            args[0].__dict__[ATTRIBUTE].hook_gradient_last()
+            return handle
+        if func == _SET_DATA or func is _ABOUT_TO_CONVERT:  # a new wrapper at each look-up: equal, not identical
+            check_same_kind(args[0].__dict__[ATTRIBUTE], args[1])
+        if func is torch.Tensor.share_memory_:
+            raise UsageError(
+                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is managed by zero_infinity and cannot move into "
+                "shared memory\n  fix:   share a copy that was made before zi.prepare"
+            )
+        if func in _ONLY_GRADIENTS:
+            # It asks for gradients and reads no value.
+            edges = _with_edges((args, keywords))
+            return func(*edges[0], **edges[1])
+        # The parameter may come by keyword (nn.init, F.layer_norm) or inside a list (_VF.lstm).
+        found = list({id(p): p for p in _offloaded_in((args, keywords))}.values())
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        for tiled in found:
+            if tiled.tiled_use is not None:
+                result = _use_tiles(tiled, found, func, args, keywords)
+                if result is not NotImplemented:
+                    return result
+        return _call_unsharded(found, func, lambda: func(*args, **keywords))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary parameter with the values in memory (or offloaded, while a model is being built)."""
+        parameter = self.__dict__[ATTRIBUTE]
+        copied: nn.Parameter = _call_unsharded([parameter], copy.deepcopy, lambda: _copy_unsharded(self, memo))
+        unsharder_of(parameter).copied(parameter, copied)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"parameter {self.__dict__[ATTRIBUTE].name!r} is offloaded and cannot be pickled\n"
+            "  fix:   pickle copy.deepcopy(model), or model.state_dict()"
+        )
+
+
+class _OffloadedDTensor(OffloadedParameter):
+    """What of a DTensor reads its local part and is no torch function."""
+
+    def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._unsharded("to_local", *args, **kwargs)
+
+    def full_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._unsharded("full_tensor", *args, **kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._unsharded("redistribute", *args, **kwargs)
+
+    def _unsharded(self, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameter: ManagedParameter = self.__dict__[ATTRIBUTE]
+        func = getattr(parameter.plain_class, name)
+        result: torch.Tensor = _call_unsharded([parameter], func, lambda: func(self, *args, **kwargs))
+        return result
+
+
+class WatchedParameter(nn.Parameter):
+    """The class of a parameter while its module's forward runs. Instances are made by `show`, never directly."""
+
+    @property
+    @not_compiled
+    def data(self) -> torch.Tensor:
+        _may_change(self)
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _SET_DATA(self, value)
+
+    @not_compiled
+    def detach(self) -> torch.Tensor:
+        _may_change(self)
+        return super().detach()
+
+    @not_compiled
+    def numpy(self, *, force: bool = False) -> Any:
+        _may_change(self)
+        return super().numpy(force=force)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        watched = type(self)
+        self.__class__ = self.__dict__[ATTRIBUTE].plain_class
+        try:
+            return _copy_unsharded(self, memo)
+        finally:
+            self.__class__ = watched
+
+
+def _copy_unsharded(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy that nobody manages. Some classes' copies take along whatever is on a tensor."""
+    ours = {name: parameter.__dict__.pop(name) for name in (ATTRIBUTE, ATTRIBUTE + "_exposer")}
+    try:
+        copied: nn.Parameter = parameter.__deepcopy__(memo)
+        return copied
+    finally:
+        parameter.__dict__.update(ours)
+
+
+def _may_change(parameter: nn.Parameter) -> None:
+    known = parameter.__dict__[ATTRIBUTE]
+    unsharder_of(known).may_change(known)
+
+
+def _call_unsharded(parameters: list[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]) -> Any:
+    """Run `call` with all of these unsharded, whichever engines they belong to."""
+    unsharder = unsharder_of(parameters[0])
+    mine = [p for p in parameters if unsharder_of(p) is unsharder]
+    others = [p for p in parameters if unsharder_of(p) is not unsharder]
+    if others:
+        return unsharder.call_unsharded(mine, func, lambda: _call_unsharded(others, func, call))
+    return unsharder.call_unsharded(mine, func, call)
+
+
+def _use_tiles(
+    tiled: ManagedParameter,
+    found: list[ManagedParameter],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Any:
+    """Run `func` tile by tile, with whatever else is offloaded among its arguments (a bias) unsharded."""
+    others = [p for p in found if p is not tiled]
+    use = tiled.tiled_use
+    if use is None or any(p.tiles for p in others):
+        return NotImplemented
+    if others:
+        return _call_unsharded(others, func, lambda: use(func, args, keywords))
+    return use(func, args, keywords)
+
+
+def _offloaded_in(value: Any) -> Iterator[ManagedParameter]:
+    if isinstance(value, OffloadedParameter):
+        yield value.__dict__[ATTRIBUTE]
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _offloaded_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _offloaded_in(item)
+
+
+def _with_edges(value: Any) -> Any:
+    """The same with each offloaded parameter replaced by its edge in the graph."""
+    if isinstance(value, OffloadedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(value)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_with_edges(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_edges(item) for key, item in value.items()}
+    return value
+
+
+def check_same_kind(parameter: ManagedParameter, data: torch.Tensor) -> None:
+    """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
+    cell = parameter.cell
+    with torch._C.DisableTorchFunctionSubclass():
+        data = local_of(data)
+        old = (cell.dtype, cell.device, parameter.shape)
+        new = (data.dtype, data.device, data.shape)
+    if old != new:
+        raise UsageError(
+            f"parameter {parameter.name!r} is managed by zero_infinity as {old[0]} {tuple(old[2])} on {old[1]} and "
+            f"cannot become {new[0]} {tuple(new[2])} on {new[1]}\n"
+            "  fix:   convert the model before zi.prepare, or set param_dtype / compute_dtype in zi.Config"
+        )

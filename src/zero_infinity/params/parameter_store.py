@@ -1,0 +1,237 @@
+"""Parameters in blocks: everything that is needed to show and to reshard them, and nothing of training.
+
+A host exists from `zi.init` on, while the model is still being built, or from `zi.prepare`. It owns the memory, the
+files and the policy's executor; training adds records, gradients and a worker on top.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from zero_infinity.background_task import BackgroundTask
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.config import Config
+from zero_infinity.errors import StuckThreadError, UsageError
+from zero_infinity.params import offloaded_param
+from zero_infinity.params.dtensor import local_of
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.params.unshard import Unsharder
+from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.partition import ONE_RANK, Partition, Sharding
+from zero_infinity.run_trace import RunTrace
+from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.storage.buffer_pool import BufferPool
+from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.striped_files import FileDevice
+from zero_infinity.tiers.device_cache import HostUnits, UnitSource
+from zero_infinity.tiers.host_cache import HostCache
+
+# Fetching ahead needs an order, and there is none before training.
+_NO_LOOKAHEAD = 0
+
+
+class TrainingHooks(Protocol):
+    """What is done with the parameters beyond holding them."""
+
+    def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:
+        """Inside, retained gradients are on the parameters; what is changed is kept."""
+
+    def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip the gradients at the coming step; returns their norm."""
+
+
+class ParameterStore:
+    """The store of one model's parameters."""
+
+    def __init__(self, config: Config, ranks: RankGroup | None, budget: int) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.sharding = sharding_of(config, ranks)
+        self.num_units = 0  # made so far
+        rank = ranks.rank if ranks is not None else None
+        self.run_trace = RunTrace(config.trace, budget, rank) if config.trace is not None else None
+        trace = self.run_trace.trace if self.run_trace is not None else None
+        if ranks is not None:
+            ranks.trace = trace
+        pool = BufferPool(budget)
+        engine = QueuedIOEngine(FileDevice(config.nvme), trace=trace) if config.nvme else None
+        self.store = BlockStore(pool, engine, verify=config.verify, trace=trace)
+        self.host_cache = HostCache(self.store, pool.budget, _NO_LOOKAHEAD, self.run_trace)
+        self.source: UnitSource = HostUnits(self.host_cache)
+        self.unsharder = StoreUnsharder(self)
+        self.units: list[Unit] = []
+        self.training: TrainingHooks | None = None  # set when the model is prepared
+        self.pending: BackgroundTask | None = None  # a save that goes on beside training
+        self.save_channel: Channel | None = None  # of its thread, to other ranks
+        self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
+        # What to close, last opened first, when nobody can use the parameters any more.
+        self.closers: list[Callable[[], None]] = [self.store.close]
+        if self.run_trace is not None:
+            self.closers.insert(0, self.run_trace.close)
+        weakref.finalize(self, _close_apart, self.closers, is_traced=self.run_trace is not None).atexit = False
+        _alive.add(self)
+
+    def check_same_place(self, config: Config) -> None:
+        """Raise when `config` asks for another store than this one, which a model was built in."""
+        for field in ("memory", "nvme", "verify", "stage", "partition", "trace"):
+            built, asked = getattr(self.config, field), getattr(config, field)
+            if built != asked:
+                raise UsageError(
+                    f"the model was built by zi.init with {field}={built!r}, but zi.prepare was given "
+                    f"{field}={asked!r}\n  fix:   give both the same config"
+                )
+
+    def add(self, unit: Unit, home: Home) -> None:
+        """Give a unit its block, without content."""
+        unit.block = self.store.create(unit.name, unit.stored_bytes, home)
+        self.host_cache.add(unit.block)
+        unit.source = self.source
+        self.units.append(unit)
+
+    def drop_forgotten(self, kept: Collection[Unit]) -> None:
+        """Give back units whose parameters nobody has any more: replaced while the model was built (tied weights)."""
+        units = [u for u in self.units if u not in kept]
+        # Let go of them: those that die were held by units alone. A count of references does not tell with every
+        # version of torch and Python: what a graph holds need not be in it.
+        known = {p for unit in units for p in unit.parameters}
+        held = [(p, weakref.ref(p.parameter)) for p in known | {p.whole for p in known if p.whole is not None}]
+        for managed, _ in held:
+            del managed.parameter
+        alive = {managed: parameter for managed, reference in held if (parameter := reference()) is not None}
+        for managed, parameter in alive.items():
+            managed.parameter = parameter
+        for unit in units:
+            unit.parameters = [p for p in unit.parameters if p in alive]
+            if not unit.parameters:
+                self.drop(unit)
+
+    def fill(self, unit: Unit) -> None:
+        """Copy the values of a unit's parameters into its block."""
+        block = unit.the_block()
+        self.host_cache.access(block)
+        self.host_cache.wait(block)
+        with self.store.changing(block) as memory, self.host_cache.pinned(block), torch.no_grad():
+            flat = memory.view(unit.dtype)
+            if not unit.is_stored_in_parts:
+                for managed in unit.parameters:
+                    managed.of(flat).copy_(local_of(managed.value()))
+            else:
+                for managed in unit.parameters:
+                    mine = unit.stored.overlap(managed.offset, managed.end)
+                    part = managed.flattened(local_of(managed.value()))[
+                        mine.start - managed.offset : mine.stop - managed.offset
+                    ]
+                    flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
+        self.store.mark_dirty(block)
+
+    def reshard(self, unit: Unit) -> None:
+        """From now on the block is where the values are."""
+        for managed in unit.parameters:
+            shown = managed.whole or managed
+            offloaded_param.adopt(shown, self.unsharder)
+            offloaded_param.reshard(shown)
+
+    def drop(self, unit: Unit) -> None:
+        """A unit that no parameter lives in any more."""
+        block = unit.the_block()
+        self.units.remove(unit)
+        self.host_cache.expire(block)
+        self.store.drop(block)
+
+    def begin(self, pending: BackgroundTask) -> None:
+        """Something goes on beside training: whoever needs it over calls `finish`; closing waits for it."""
+        self.pending = pending
+        self.closers.append(pending.end)
+
+    def finish(self) -> None:
+        """Wait until nothing goes on beside training; raise what it failed with."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            if pending.end in self.closers:
+                self.closers.remove(pending.end)
+            pending.wait()
+
+    def close(self) -> None:
+        """Give everything back at once."""
+        _close(self.closers)
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+        """Show values in full; changes are kept."""
+        gradients = self.training.showing_gradients(parameters) if self.training is not None else nullcontext()
+        with self.unsharder.unsharded(parameters), gradients:
+            try:
+                yield
+            finally:
+                for managed in parameters:
+                    # Changes through .data or numpy leave no trace: take it that there were some.
+                    self.unsharder.keep(managed)
+
+
+def budget_of(config: Config, ranks: RankGroup | None) -> int:
+    """The bytes that a rank may hold. Not the same each time when nobody has set them."""
+    return config.memory_budget(ranks.num_local_ranks if ranks is not None else 1)
+
+
+def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:
+    """What this rank keeps."""
+    if ranks is None:
+        return ONE_RANK
+    return Sharding(ranks.rank, Partition(ranks.num_ranks, config.partition), config.stage)
+
+
+def _nothing() -> None:
+    return None
+
+
+class StoreUnsharder(Unsharder):
+    """The exposure of a host's parameters, by which they find their host."""
+
+    def __init__(self, host: ParameterStore) -> None:
+        super().__init__()
+        self.host = host
+
+
+def store_of(managed: ManagedParameter) -> ParameterStore:
+    """The host that a parameter lives in."""
+    unsharder = offloaded_param.unsharder_of(managed)
+    if not isinstance(unsharder, StoreUnsharder):
+        raise TypeError(f"parameter {managed.name!r} is unsharded by {type(unsharder).__name__}")
+    return unsharder.host
+
+
+# For the end of the process only: a thread that is inside torch when the interpreter goes takes the process with it.
+_alive: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for host in list(_alive):
+        host.close()
+
+
+def _close_apart(closers: list[Callable[[], None]], *, is_traced: bool) -> None:
+    """Close on a thread of its own: the garbage collector may run in any thread, inside of any lock of ours.
+
+    A process that ends meanwhile waits for a trace to be written, and for nothing else.
+    """
+    threading.Thread(target=_close, args=(closers,), name="zero-infinity-close", daemon=not is_traced).start()
+
+
+def _close(closers: list[Callable[[], None]]) -> None:
+    while closers:
+        try:
+            closers.pop()()
+        except StuckThreadError as stuck:
+            # What is left to close is the memory that the thread may still write to.
+            closers.clear()
+            warnings.warn(f"the thread {stuck} does not end; its memory is not given back", stacklevel=1)

@@ -1,0 +1,337 @@
+"""Units: the parameters of one module, laid out side by side in one block.
+
+A unit is what is fetched at once: one sequential read brings a layer's weight and bias. Each parameter starts at a
+multiple of 64 elements, which keeps vectorised kernels on slices bit-identical to kernels on the whole tensor.
+This file knows the layout; who moves the bytes, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_infinity.errors import UsageError
+from zero_infinity.params.dtensor import is_distributed, local_of
+from zero_infinity.policy.partition import NOTHING, ONE_RANK, Sharding, Span
+from zero_infinity.policy.sizes import GRAIN, round_up_elements
+from zero_infinity.storage.block import Block
+
+if TYPE_CHECKING:
+    from zero_infinity.tiers.device_cache import UnitSource
+
+# Where a parameter keeps its ManagedParameter.
+ATTRIBUTE = "_zero_infinity"
+
+
+class GradientTaker(Protocol):
+    """Who takes a parameter's gradient away when autograd has put it there."""
+
+    def __call__(self, parameter: torch.Tensor, /) -> None: ...
+
+    def has_gradient(self) -> bool:
+        """Whether one was taken that no step has been finished with."""
+
+
+class TiledUse(Protocol):
+    """How a parameter that has tiles is used without being whole."""
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """The result of a torch function, tile by tile; `NotImplemented` when that needs the whole."""
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Some of its values, in memory of their own."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class ManagedParameter:
+    """One parameter of the user's, and where its elements (of a DTensor: its local ones) lie in its unit.
+
+    A large one may have *tiles*: rows of it, each in a unit of its own, that hold its values and are trained in its
+    place. Its own unit then has no block, and is put together from them for who needs it whole. (`tiling/tile_plan.py`)
+    """
+
+    parameter: nn.Parameter
+    name: str
+    unit: Unit
+    offset: int  # elements from the start of the unit
+    shape: torch.Size
+    stride: tuple[int, ...]
+    cell: torch.Tensor  # one element: NaN
+    offloaded_data: (
+        torch.Tensor
+    )  # what the parameter shows while its bytes are elsewhere: the cell, with the true shape
+    plain_class: type[nn.Parameter]
+    is_distributed: bool = False  # the local part of a DTensor
+    num_unshards: int = 0
+    unsharded_version: int = 0
+    num_changes: int = 0  # by updates, and by tensors that the user put in its place
+    group: int | None = None  # index of the optimizer's parameter group; None: not trained
+    edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
+    gradient_hook: GradientTaker | None = None
+    gradient_hook_handle: RemovableHandle | None = None
+    tiles: list[ManagedParameter] = field(default_factory=list)
+    tiled_use: TiledUse | None = None
+    whole: ManagedParameter | None = None  # what this one is a tile of...
+    first_row: int = 0  # ...beginning here
+
+    @property
+    def parts(self) -> list[ManagedParameter]:
+        """Those that hold its values: its tiles, or itself."""
+        return self.tiles or [self]
+
+    @property
+    def rows_of_a_tile(self) -> int | None:
+        """None when it has none."""
+        return self.tiles[0].shape[0] if self.tiles else None
+
+    def rename(self, unit_name: str, name: str) -> None:
+        """Its module has got a name."""
+        self.name = name
+        self.unit.rename(unit_name)
+        for tile in self.tiles:
+            rows = f"[{tile.first_row}:{tile.first_row + tile.shape[0]}]"
+            tile.rename(unit_name + rows, name + rows)
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor in the shape of the user's parameter, what belongs to this tile; all, if it is none."""
+        return tensor if self.whole is None else tensor[self.first_row : self.first_row + self.shape[0]]
+
+    def value(self) -> torch.Tensor:
+        """Its values as the user's parameter has them now."""
+        known: ManagedParameter | None = self.parameter.__dict__.get(ATTRIBUTE)
+        if known is not None and known.tiled_use is not None:
+            return known.tiled_use.rows(self.first_row, self.first_row + self.shape[0])
+        return self.rows_of(self.parameter.detach())
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_elements
+
+    @property
+    def spans(self) -> list[Span]:
+        """Each rank's part of it, counted from its own first element."""
+        common = [span.overlap(self.offset, self.end) for span in self.unit.spans]
+        return [Span(span.start - self.offset, span.stop - self.offset) for span in common]
+
+    @property
+    def version(self) -> int:
+        """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
+        related = [self, *self.tiles, *([self.whole] if self.whole is not None else [])]
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version + sum(one.num_changes for one in related)
+
+    def hook_gradient_last(self) -> None:
+        """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
+        if self.gradient_hook is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.gradient_hook_handle is not None:
+                self.gradient_hook_handle.remove()
+            trained = self.parameter.requires_grad
+            self.parameter.requires_grad_(True)
+            self.gradient_hook_handle = self.parameter.register_post_accumulate_grad_hook(self.gradient_hook)
+            self.parameter.requires_grad_(trained)
+
+    def warn_of_gradient(self) -> None:
+        """Somebody finds no gradient on the parameter: say so when there is one all the same."""
+        if self.gradient_hook is not None and self.gradient_hook.has_gradient():
+            warnings.warn(
+                f"the gradient of {self.name!r} is not in its .grad: it is kept for optimizer.step(), or used already\n"
+                '  fix:   max_grad_norm=... in zi.Config clips; with update="after_backward" zi.clip_grad_norm_ does, '
+                "and zi.gathered([...]) shows gradients; take the step by the optimizer that zi.prepare has returned",
+                stacklevel=3,
+            )
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of its unit's elements, in its own shape."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` (of this parameter's shape) as one dimension in the order of the unit's elements."""
+        if tensor.stride() != self.stride:
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        return tensor.as_strided((self.num_elements,), (1,))
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """Parameters that are fetched together, one after the other. `block` holds what is stored of them, in `dtype`."""
+
+    name: str
+    dtype: torch.dtype  # as stored
+    compute_dtype: torch.dtype  # as the module sees it
+    number: int  # the same on every rank
+    parameters: list[ManagedParameter] = field(default_factory=list)
+    num_elements: int = 0
+    spans: tuple[Span, ...] = ()  # each rank's part
+    stored: Span = NOTHING  # what is in `block`
+    owned: Span = NOTHING  # what is updated here
+    is_stored_in_parts: bool = False
+    is_updated_in_parts: bool = False
+    block: Block | None = None
+    source: UnitSource | None = None  # who gives its elements to those who compute with them
+    num_unsharded: int = 0
+    # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
+    handles: list[weakref.ref[object]] = field(default_factory=list)
+    forget_handles_at: int = 8
+    flat: torch.Tensor | None = None  # the elements, while a parameter is unsharded
+    alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
+
+    @property
+    def stored_bytes(self) -> int:
+        """What its block takes, also on a rank that stores nothing of it."""
+        return max(GRAIN, len(self.stored)) * self.dtype.itemsize
+
+    def saved(self, handle: object) -> None:
+        """Autograd has saved a tensor over it, and holds `handle` in its place."""
+        if len(self.handles) >= self.forget_handles_at and self.is_saved:
+            self.forget_handles_at = 2 * len(self.handles) + 8
+        self.handles.append(weakref.ref(handle))
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd holds saved tensors over it, or over what it is a tile of."""
+        self.handles = [handle for handle in self.handles if handle() is not None]
+        return bool(self.handles) or any(p.whole is not None and p.whole.unit.is_saved for p in self.parameters)
+
+    def parameter_at(self, offset: int) -> ManagedParameter:
+        """The parameter whose elements are around `offset`."""
+        return next(p for p in reversed(self.parameters) if p.offset <= offset)
+
+    def rename(self, name: str) -> None:
+        """Its module has got a name."""
+        self.name = name
+        if self.block is not None:
+            self.block.name = name
+
+    def the_block(self) -> Block:
+        if self.block is None:
+            raise RuntimeError(f"unit {self.name!r} has no block yet")
+        return self.block
+
+    def the_source(self) -> UnitSource:
+        if self.source is None:
+            raise RuntimeError(f"unit {self.name!r} has no source yet")
+        return self.source
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride to store `tensor` with: its own when it is dense (channels_last stays so), else row-major."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def make_unit(
+    name: str,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    number: int = 0,
+    sharding: Sharding = ONE_RANK,
+) -> Unit:
+    """A unit over these parameters, in order, stored in `dtype` and seen by modules in `compute_dtype` on `device`."""
+    unit = Unit(name, dtype, compute_dtype, number)
+    for full_name, parameter in parameters:
+        # A cell of its own for each, so that whoever writes into an offloaded parameter by a side door is found out.
+        cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
+        local = local_of(parameter)
+        known: ManagedParameter | None = parameter.__dict__.get(
+            ATTRIBUTE
+        )  # offloaded, its own stride is not the true one
+        if local is not parameter and compute_dtype != local.dtype:
+            raise UsageError(
+                f"parameter {full_name!r} is a DTensor of {local.dtype} and cannot be computed in {compute_dtype}\n"
+                "  fix:   convert the model before parallelize_module, and leave param_dtype and compute_dtype out"
+            )
+        unit.parameters.append(
+            ManagedParameter(
+                parameter=parameter,
+                name=full_name,
+                unit=unit,
+                offset=unit.num_elements,
+                shape=local.shape,
+                stride=known.stride if known is not None else dense_stride(local.detach()),
+                cell=cell,
+                offloaded_data=cell.expand(local.shape),
+                plain_class=plain_class_of(parameter),
+                is_distributed=is_distributed(parameter),
+            )
+        )
+        unit.num_elements += round_up_elements(local.numel())
+    layout = sharding.layout(unit.num_elements, number)
+    unit.num_elements, unit.spans = layout.num_elements, layout.spans
+    unit.stored, unit.owned = layout.stored, layout.owned
+    unit.is_stored_in_parts, unit.is_updated_in_parts = layout.is_stored_in_parts, layout.is_updated_in_parts
+    return unit
+
+
+def plain_class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Its class when it is not offloaded."""
+    known: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)
+    return known.plain_class if known is not None else type(parameter)
+
+
+def manageable(parameter: nn.Parameter) -> bool:
+    """Real, floating point, dense and not empty; everything else stays where it is."""
+    if nn.parameter.is_lazy(parameter):
+        raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
+    return parameter.is_floating_point() and parameter.layout is torch.strided and local_of(parameter).numel() > 0
+
+
+def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tuple[str, nn.Parameter]]]]:
+    """Each module that owns parameters with its name and those (each parameter once, at its first owner)."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        own = []
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen and manageable(parameter):
+                seen.add(id(parameter))
+                own.append((f"{module_name}.{name}" if module_name else name, parameter))
+        if own:
+            yield module, module_name, own
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise when a parameter that is to move has its memory in common with another parameter or a buffer.
+
+    They are one in plain PyTorch (`b.weight.data = a.weight.data`, a buffer of `weight.detach()`) and would be two.
+    """
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        moves = isinstance(tensor, nn.Parameter) and manageable(tensor)
+        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if ATTRIBUTE not in tensor.__dict__:
+            local = local_of(tensor)
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((local.data_ptr(), local.data_ptr() + last * local.itemsize, name, moves))
+    for (_, end, name, moves), (start, _, other, other_moves) in pairwise(sorted(spans)):
+        if start <= end and start and (moves or other_moves):
+            raise UsageError(
+                f"{name!r} and {other!r} lie in the same memory, which they cannot when parameters move\n"
+                "  fix:   tie parameters by assigning the parameter itself (b.weight = a.weight), or give one of them "
+                "memory of its own (.clone())"
+            )

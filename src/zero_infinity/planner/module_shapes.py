@@ -1,0 +1,285 @@
+"""Any `nn.Module` as the planner's model: run once with tensors that have shapes and no memory (meta, or fake ones).
+
+The only file here that imports torch. Operations are counted by torch's own counter, saved values by autograd's hooks,
+both for the module that runs at the moment; nothing is guessed from names except which modules repeat.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from zero_infinity.errors import ConfigError
+from zero_infinity.planner.model_shapes import OUTSIDE, ModelShape, OperatorShape
+
+_ROOT = "Global"  # how the counter calls everything
+_HALF_BYTES = 2
+
+
+def _attention_flops(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    """Queries by keys, and weights by values; masked ones count, as in the papers."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _experts_flops(rows: _Shape, weights: _Shape, *_: Any, **__: Any) -> int:
+    """Each row goes through one expert's weight."""
+    return 2 * math.prod(rows) * weights[-1]
+
+
+_Shape = Sequence[int]
+# Operations that torch's counter does not know (2.13): attention as the CPU does it, and experts.
+_UNCOUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._grouped_mm: _experts_flops,
+}
+
+
+def describe(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    batch: int,
+    seq: int,
+    name: str,
+    dtype_bytes: int = _HALF_BYTES,
+    blocks: Sequence[nn.Module] = (),
+) -> ModelShape:
+    """Run `model(**inputs)`, neither with any memory, and note what each of its modules does, in order.
+
+    `dtype_bytes`: what one saved element takes in this run; saved bytes are counted in units of it.
+    `blocks`: modules that can be computed again in backward, in their order.
+    """
+    owners = _Owners(model)
+    watch = _Watch(model, blocks)
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+    with ExitStack() as stack:
+        stack.callback(watch.remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.saved, lambda tensor: tensor))
+        stack.enter_context(counter)
+        model(**inputs)
+    flops = _own_flops(counter, model)
+    tokens = batch * seq
+    numbers = _block_numbers(model, blocks)
+    operators: list[OperatorShape] = []
+    for module in _with_idle(watch.order, owners.units):
+        saved = watch.saved_bytes[module] / tokens / dtype_bytes
+        operators += owners.operators(module, flops.get(module, 0.0) / tokens, saved, numbers.get(module, OUTSIDE))
+    if not owners.units:
+        raise ConfigError(f"{name}: the model has no parameters")
+    return ModelShape(name, tuple(operators), watch.hidden(tokens), seq)
+
+
+def outline(
+    model: nn.Module, *, seq: int, name: str, blocks: Sequence[nn.Module] = (), part_of_experts: float = 1.0
+) -> ModelShape:
+    """Without running it: modules in the order in which they are registered, two operations for each weight.
+
+    For models whose forward depends on values, or takes what nobody can guess. A weight of three dimensions is one of
+    experts, of which a token goes through `part_of_experts`.
+    """
+    owners = _Owners(model)
+    if not owners.units:
+        raise ConfigError(f"{name}: the model has no parameters")
+    numbers = _block_numbers(model, blocks)
+    operators: list[OperatorShape] = []
+    for module_name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        weights = [] if isinstance(module, nn.Embedding) else [p for p in own if p.dim() > 1]
+        flops = sum(2.0 * p.numel() * (part_of_experts if p.dim() == 3 else 1.0) for p in weights)
+        saved = float(sum(sum(weight.shape[-2:]) for weight in weights))
+        operators += owners.operators(module_name, flops, saved, numbers.get(module_name, OUTSIDE))
+    widths = Counter(p.shape[-1] for p in model.parameters() if p.dim() == 1)
+    return ModelShape(name, tuple(operators), widths.most_common(1)[0][0] if widths else 1, seq)
+
+
+class _Owners:
+    """Units as the engine makes them: a module's own parameters, each at the first module that has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._owner: dict[int, str] = {}
+        self.units: dict[str, int] = {}  # parameters by unit
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in self._owner:
+                    self._owner[id(parameter)] = name
+                    self.units[name] = self.units.get(name, 0) + parameter.numel()
+
+    def operators(self, name: str, flops: float, saved: float, block: int) -> list[OperatorShape]:
+        """What a module does, with the unit of its largest parameter; then its other units: a tied head's own bias."""
+        module = self._model.get_submodule(name)
+        own = sorted(module.parameters(recurse=False), key=lambda parameter: -parameter.numel())
+        units = list(dict.fromkeys(self._owner[id(parameter)] for parameter in own))
+        in_backward = not isinstance(module, nn.Embedding)
+        if not units:
+            return [OperatorShape(name, 0, flops, saved, block)]
+        first, *others = units
+        return [
+            OperatorShape(name, self.units[first], flops, saved, block, first, in_backward, _num_rows(module)),
+            *(OperatorShape(f"{name} ({other})", self.units[other], 0.0, 0.0, block, other) for other in others),
+        ]
+
+
+def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
+    """Modules that ran, each followed by those inside of it that never did and have parameters all the same.
+
+    Somebody else may use these parameters directly; if nobody does, they have states to keep anyway.
+    """
+    ran = set(order)
+    idle: defaultdict[str, list[str]] = defaultdict(list)
+    for name in units:
+        if name not in ran:
+            parent = name.rpartition(".")[0]
+            while parent not in ran:
+                parent = parent.rpartition(".")[0]
+            idle[parent].append(name)
+    return [name for module in order for name in (module, *idle[module])]
+
+
+class Stopwatch:
+    """Times each module of a real model, from its begin to that of the next: what lies between is the first one's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward: defaultdict[str, float] = defaultdict(float)
+        self.backward: defaultdict[str, float] = defaultdict(float)
+        self._current: tuple[dict[str, float], str, float] | None = None
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._starter(self.forward, name)))
+            if module._parameters:
+                self._handles.append(module.register_forward_hook(self._follower(name)))
+
+    def _starter(self, phase: dict[str, float], name: str) -> Callable[..., None]:
+        def start(*_: Any) -> None:
+            self.stop()
+            self._current = (phase, name, time.perf_counter())
+
+        return start
+
+    def _follower(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """A module's backward begins when the gradient of its output is there."""
+
+        def follow(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._starter(self.backward, name))
+
+        return follow
+
+    def stop(self) -> None:
+        """Nothing runs now that counts."""
+        if self._current is not None:
+            phase, name, since = self._current
+            phase[name] += time.perf_counter() - since
+            self._current = None
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """Forward and backward seconds of each module since the last time."""
+        self.stop()
+        names = {*self.forward, *self.backward}
+        seconds = {name: (self.forward[name], self.backward[name]) for name in names}
+        self.forward.clear()
+        self.backward.clear()
+        return seconds
+
+
+class _Watch:
+    """Which modules run, in their order, what is saved meanwhile, and what blocks are given."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.order: list[str] = []
+        self.saved_bytes: Counter[str] = Counter()
+        self._widths: Counter[int] = Counter()  # elements that modules hand on
+        self._inputs: list[int] = []  # elements of each block's input
+        self._stack: list[str] = [""]
+        self._entered: set[str] = set()
+        self._storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._seen: set[int] = set()
+        self._handles = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+            self._handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        for block in blocks:
+            self._handles.append(block.register_forward_pre_hook(self._given, with_kwargs=True))
+
+    def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def enter(_: nn.Module, __: Any) -> None:
+            self._stack.append(name)
+            if name not in self._entered:
+                self._entered.add(name)
+                self.order.append(name)
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self._stack.pop()
+            if name and isinstance(output, torch.Tensor):
+                self._widths[output.numel()] += 1
+
+        return leave
+
+    def _given(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self._inputs += [tensor.numel() for tensor in tensors][:1]
+
+    def hidden(self, tokens: int) -> int:
+        """Elements a token that go from block to block, on average; without blocks what most modules hand on."""
+        if self._inputs:
+            return max(1, math.ceil(sum(self._inputs) / len(self._inputs) / tokens))
+        return max(1, math.ceil(self._widths.most_common(1)[0][0] / tokens)) if self._widths else 1
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd keeps this: count it, unless it is a parameter or was counted before."""
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._storages and storage not in self._seen:
+            self._seen.add(storage)
+            self.saved_bytes[self._stack[-1]] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _own_flops(counter: FlopCounterMode, model: nn.Module) -> dict[str, float]:
+    """Operations of each module without those of its children."""
+    total = {key: float(sum(values.values())) for key, values in counter.get_flop_counts().items()}
+    root = type(model).__name__
+    by_name = {_module_name(key, root): value for key, value in total.items() if key != _ROOT}
+    own = dict(by_name)
+    for name, value in by_name.items():
+        parent = name.rpartition(".")[0] if name else None
+        while parent is not None and parent not in by_name and parent:
+            parent = parent.rpartition(".")[0]
+        if parent is not None and parent in own and parent != name:
+            own[parent] -= value
+    return {name: max(0.0, value) for name, value in own.items()}
+
+
+def _num_rows(module: nn.Module) -> int:
+    """Of a weight that the engine can use in tiles (`tiling/tile_plan.py` has the conditions in full)."""
+    if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D":
+        return int(module.get_parameter("weight").shape[0])
+    return 0
+
+
+def _module_name(key: str, root: str) -> str:
+    """The counter writes "GPT.blocks.0.up" for the module "blocks.0.up" of a GPT."""
+    return key.removeprefix(root).lstrip(".")
+
+
+def _block_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    """The block that each module belongs to."""
+    inside = {module: number for number, block in enumerate(blocks) for module in block.modules()}
+    return {name: inside[module] for name, module in model.named_modules() if module in inside}

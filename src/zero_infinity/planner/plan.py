@@ -1,0 +1,217 @@
+"""A plan: what fits where, what bandwidth that needs, how long a step takes. The parts put together; pure.
+
+Memory is what `plan.setup` decides with the engine's own division, time and traffic are the simulator's, needs are the
+paper's equations for this machine's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.planner.bandwidth_model import DataKind, partitioned_bandwidth, requirements
+from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
+from zero_infinity.planner.model_shapes import ModelShape
+from zero_infinity.planner.outcome import SimulatedStep
+from zero_infinity.planner.plan_inputs import Divide, PlanInputs, prepare
+from zero_infinity.planner.simulator import simulate
+from zero_infinity.planner.training_job import TrainingJob
+from zero_infinity.trace import Trace
+
+_MAX_NODES = 4096
+_MIN_SEQ = 64  # shorter ones are no suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a tier holds, by kind, of one device (device memory) or one node."""
+
+    tier: HardwareTier
+    uses: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.uses.values())
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthNeed:
+    """Bandwidth for one kind of data, needed for the target efficiency and had."""
+
+    data: DataKind
+    target: float
+    needed: float
+    has: float
+    overlapped: bool
+    aggregate: bool
+
+    @property
+    def is_enough(self) -> bool:
+        return self.has >= self.needed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    setup: PlanInputs
+    outcome: SimulatedStep
+    tiers: tuple[TierUse, ...]
+    needs: tuple[BandwidthNeed, ...]
+    written_per_node: int  # bytes a step, to storage
+    drive_life_seconds: float | None
+    largest_model: int  # parameters, by states alone
+
+    @property
+    def settings(self) -> dict[str, str | int]:
+        """What to put into `zi.Config`; where the drive is mounted is the user's to say."""
+        setup = self.setup
+        settings: dict[str, str | int] = {"memory": _round_size(setup.host_memory)}
+        if setup.device_cache is not None and setup.hardware.device is not None:
+            settings["device_memory"] = _round_size(setup.device_cache)
+        if setup.streams:
+            settings["nvme"] = "/path/on/a/drive"
+        if setup.job.states.parameter < setup.job.states.gradient:
+            settings["param_dtype"] = "bfloat16"
+        if setup.job.interval == 1 and setup.model.num_blocks:  # the engine refuses a model without blocks
+            settings["checkpoint_activations"] = True
+            computing = setup.hardware.device or setup.hardware.host
+            if setup.homes.checkpoints is not computing:
+                settings["offload_activations"] = True
+        return settings
+
+
+def make_plan(
+    model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide, trace: Trace | None = None
+) -> Plan:
+    """Plan a job; `CapacityError` when it cannot work."""
+    setup = prepare(model, hardware, job, divide)
+    outcome = simulate(setup, trace)
+    written = outcome.written_bytes * setup.num_devices
+    return Plan(
+        setup,
+        outcome,
+        _tier_uses(setup, model),
+        _needs(setup),
+        written,
+        _drive_life(setup, written, outcome.seconds),
+        largest_model(hardware, job),
+    )
+
+
+def largest_model(hardware: Hardware, job: TrainingJob) -> int:
+    """Parameters whose states fill every tier that there is."""
+    num_devices = job.devices_per_node or hardware.devices_per_node
+    node_bytes = sum(
+        tier.capacity * (num_devices if tier.kind is TierKind.DEVICE else 1)
+        for tier in hardware.tiers
+        if tier.kind is not TierKind.HOST or job.memory is None
+    )
+    if job.memory is not None:
+        node_bytes += job.memory
+    per_parameter = job.states.parameter + job.states.record + (0 if job.early_update else job.states.gradient)
+    return job.num_nodes * node_bytes // per_parameter
+
+
+def alternatives(
+    model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide, *, shorten: bool = False
+) -> list[str]:
+    """Changes to a job that cannot work after which it would, each tried.
+
+    `shorten`: sequences, too; with a token's cost in the longer one, which is more than it would be.
+    """
+    found: list[str] = []
+    nodes = 2 * job.num_nodes
+    while nodes <= _MAX_NODES and not works(model, hardware, replace(job, num_nodes=nodes), divide):
+        nodes *= 2
+    if nodes <= _MAX_NODES:
+        found.append(f"--nodes {nodes}")
+    batch = math.ceil(job.batch) // 2
+    while batch >= 1 and not works(model, hardware, replace(job, batch=batch), divide):
+        batch //= 2
+    if batch >= 1:
+        found.append(f"--batch {batch}")
+    seq = model.seq // 2 if shorten else 0
+    while seq >= _MIN_SEQ and not works(replace(model, seq=seq), hardware, job, divide):
+        seq //= 2
+    if seq >= _MIN_SEQ:
+        found.append(f"--seq {seq}")
+    if job.memory is not None and works(model, hardware, replace(job, memory=None), divide):
+        found.append("no --memory: all that the machine has")
+    if job.device_memory is not None and works(model, hardware, replace(job, device_memory=None), divide):
+        found.append("no --device-memory: what activations and states leave")
+    return found
+
+
+def works(model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide) -> bool:
+    """Whether there is a plan at all."""
+    try:
+        prepare(model, hardware, job, divide)
+    except CapacityError:
+        return False
+    return True
+
+
+def _tier_uses(setup: PlanInputs, model: ModelShape) -> tuple[TierUse, ...]:
+    """Of the whole model, whichever part of it is simulated."""
+    hardware, homes, job = setup.hardware, setup.homes, setup.job
+    uses: dict[HardwareTier, dict[str, int]] = {tier: {} for tier in hardware.tiers}
+    for name, home, per_parameter in (
+        ("parameters", homes.parameters, job.states.parameter),
+        ("optimizer states", homes.optimizer, job.states.record),
+    ):
+        share = setup.num_ranks if home.kind is TierKind.DEVICE else job.num_nodes
+        uses[home][name] = -(-model.num_parameters * per_parameter // share)
+    each = 1 if homes.checkpoints.kind is TierKind.DEVICE else setup.num_devices
+    if setup.checkpoint_bytes:
+        uses[homes.checkpoints]["activation checkpoints"] = setup.checkpoint_bytes * each
+    computing = hardware.device or hardware.host
+    uses[computing]["activations, working"] = setup.working_bytes
+    if setup.device_cache is not None and hardware.device is not None:
+        uses[hardware.device]["gathered parameters, gradients"] = setup.gathered_bytes
+    if setup.streaming_bytes:
+        uses[hardware.host]["cache of the slower tier, gradients"] = setup.streaming_bytes
+    return tuple(TierUse(tier, kinds) for tier, kinds in uses.items())
+
+
+def _needs(setup: PlanInputs) -> tuple[BandwidthNeed, ...]:
+    hardware, homes, job = setup.hardware, setup.homes, setup.job
+    gather = hardware.gather_link(job.num_nodes) if setup.num_ranks > 1 else math.inf
+    rows = requirements(job.batch, setup.model.seq, setup.model.hidden, max(1, job.interval), hardware.flops)
+    links = {
+        DataKind.PARAMETERS: partitioned_bandwidth(setup.num_ranks, _link(setup, homes.parameters), gather),
+        DataKind.OPTIMIZER: setup.num_ranks * _link(setup, homes.optimizer),
+        DataKind.ACTIVATIONS: _link(setup, homes.checkpoints),
+    }
+    return tuple(
+        BandwidthNeed(
+            row.data,
+            row.target,
+            row.bytes_per_second,
+            links[row.data],
+            job.overlap and (row.data.can_overlap or job.early_update),
+            row.aggregate,
+        )
+        for row in rows
+    )
+
+
+def _link(setup: PlanInputs, tier: HardwareTier) -> float:
+    """Bytes a second from a tier to one device when all of them ask."""
+    if tier.kind is TierKind.DEVICE:
+        return tier.read
+    return min(tier.one_device, tier.read / setup.num_devices)
+
+
+def _drive_life(setup: PlanInputs, written_per_node: int, seconds: float) -> float | None:
+    endurances = [tier.endurance for tier in setup.hardware.storage if tier.endurance is not None]
+    if not endurances or not written_per_node:
+        return None
+    return sum(endurances) / written_per_node * seconds
+
+
+def _round_size(num_bytes: int) -> str:
+    """Rounded down to what people write."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= 10 * size:
+            return f"{num_bytes // size}{unit}"
+    return f"{max(1, num_bytes // 2**20)}MiB"

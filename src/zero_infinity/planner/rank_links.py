@@ -1,0 +1,86 @@
+"""The links of one rank, and how long a transfer takes on each when all ranks of its node ask for the same."""
+
+from __future__ import annotations
+
+from zero_infinity.planner.hardware import HardwareTier, TierKind
+from zero_infinity.planner.plan_inputs import PlanInputs
+from zero_infinity.planner.training_job import PartitionMode
+from zero_infinity.planner.virtual_link import VirtualLink
+from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category
+
+
+class RankLinks:
+    """Computing, updating and every link, each a queue; times are on the simulation's clock."""
+
+    def __init__(self, setup: PlanInputs) -> None:
+        self._setup = setup
+        hardware = setup.hardware
+        self.compute = VirtualLink(COMPUTE)
+        self.update_worker = VirtualLink(UPDATE)
+        self.storage = {
+            tier: VirtualLink(tier.name, tier.latency, tier.cpu_seconds_per_byte) for tier in hardware.storage
+        }
+        self._upload = VirtualLink(f"{hardware.host.name} to device", hardware.host.latency)
+        self._download = VirtualLink(f"device to {hardware.host.name}", hardware.host.latency)
+        self._gather = VirtualLink(RANKS, hardware.link_latency, hardware.link_cpu_seconds_per_byte)
+        between = (self._upload, self._download, self._gather)
+        self.links = (self.compute, *self.storage.values(), *between, self.update_worker)
+
+    def upload(self, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
+        """From host to device; returns when it is there."""
+        return self._over_host_link(self._upload, name, category, ready, shard, whole)
+
+    def download(self, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
+        """From device to host."""
+        return self._over_host_link(self._download, name, category, ready, shard, whole)
+
+    def collective(self, name: str, ready: float, shard: int) -> float:
+        """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
+        num_ranks = self._setup.num_ranks
+        if num_ranks == 1:
+            return ready
+        num_bytes = shard * (num_ranks - 1)
+        seconds = num_bytes / self._setup.hardware.gather_link(self._setup.job.num_nodes)
+        return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
+
+    def store_checkpoint(self, name: str, ready: float, *, cached: bool) -> float:
+        """An activation checkpoint leaves the device for its home, or (`cached`) for the host's cache of that."""
+        for link, tier in self._checkpoint_path(self._download, cached=cached):
+            ready = self._move_checkpoint(link, name, ready, tier, tier.write)
+        return ready
+
+    def load_checkpoint(self, name: str, ready: float, *, cached: bool) -> float:
+        for link, tier in reversed(self._checkpoint_path(self._upload, cached=cached)):
+            ready = self._move_checkpoint(link, name, ready, tier, tier.read)
+        return ready
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What all transfers so far have taken of one rank's cores."""
+        return sum(link.cpu_seconds for link in self.links)
+
+    def _over_host_link(
+        self, link: VirtualLink, name: str, category: Category, ready: float, shard: int, whole: int
+    ) -> float:
+        """A shard over every device's link at once, or all of it over its owner's."""
+        host = self._setup.hardware.host
+        if self._setup.job.partition is PartitionMode.OWNER:
+            return link.occupy(name, category, ready, whole / host.one_device, whole)
+        rate = host.read if link is self._upload else host.write
+        return link.occupy(name, category, ready, self._shared_seconds(shard, host, rate), shard)
+
+    def _checkpoint_path(self, host_link: VirtualLink, *, cached: bool) -> list[tuple[VirtualLink, HardwareTier]]:
+        """The hops from the device that computes to where checkpoints live; none where that is the same memory."""
+        home, hardware = self._setup.homes.checkpoints, self._setup.hardware
+        if home.kind is TierKind.DEVICE:
+            return []
+        path = [(host_link, hardware.host)] if hardware.device is not None else []
+        return [*path, (self.storage[home], home)] if home.kind is TierKind.STORAGE and not cached else path
+
+    def _move_checkpoint(self, link: VirtualLink, name: str, ready: float, tier: HardwareTier, rate: float) -> float:
+        setup = self._setup
+        num_bytes = setup.one_checkpoint_bytes
+        return link.occupy(name, Category.ACTIVATION, ready, self._shared_seconds(num_bytes, tier, rate), num_bytes)
+
+    def _shared_seconds(self, num_bytes: int, tier: HardwareTier, rate: float) -> float:
+        return max(num_bytes * self._setup.num_devices / rate, num_bytes / tier.one_device)

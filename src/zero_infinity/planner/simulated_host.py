@@ -1,0 +1,100 @@
+"""Host memory in the simulation: the engine's policy over blocks at home on storage, on a virtual clock.
+
+What the policy decides is carried out in its order, as the engine does: an eviction of a changed block is a write, and
+the fetch that takes its room begins after it.
+"""
+
+from __future__ import annotations
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.planner.hardware import HardwareTier
+from zero_infinity.planner.plan_inputs import PAGE_BYTES, PlannedDivision
+from zero_infinity.planner.virtual_link import VirtualLink
+from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
+from zero_infinity.trace import Category
+from zero_infinity.units import format_bytes
+
+
+class HostTier:
+    """Blocks that stream between storage and host memory; keys of others are always there."""
+
+    def __init__(
+        self, division: PlannedDivision, scale: float, num_sharers: int, links: dict[HardwareTier, VirtualLink]
+    ) -> None:
+        self.in_use: set[int] = set()
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.policy = CachePolicy(division.cache, division.lookahead, self.in_use.__contains__)
+        self._fixed = division.resident + division.set_aside + division.copies + division.buckets
+        self._scale = scale
+        self._num_sharers = num_sharers
+        self._links = links
+        self._homes: dict[int, HardwareTier] = {}
+        self._sizes: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._ready: dict[int, float] = {}
+        self._changed: dict[int, float] = {}  # blocks that differ from their home -> when the change is done
+        self._without_content: set[int] = set()
+
+    def add(self, key: int, name: str, num_bytes: int, home: HardwareTier, *, has_content: bool = True) -> None:
+        num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._sizes[key] = num_bytes
+        self._names[key] = name
+        self._homes[key] = home
+        if not has_content:
+            self._without_content.add(key)
+        self.policy.add(key, num_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._fixed + int(self._scale * self.policy.cached_bytes)
+
+    def access(self, key: int, now: float) -> float:
+        """Use a block: decide, transfer, and say when it is in memory and nobody changes it any more."""
+        if key not in self._sizes:
+            return max(now, self._changed.get(key, 0.0))
+        try:
+            decision = self.policy.access(key)
+        except NoRoomError as error:
+            raise CapacityError(
+                f"{self._names[key]!r} needs {format_bytes(error.needed)} of host memory, but all of the "
+                f"{format_bytes(error.budget)} for blocks is in use\n  fix:   more memory"
+            ) from None
+        room_at = now
+        for evicted in decision.evict:
+            room_at = max(room_at, self._evict(evicted, now))
+        for fetched in decision.fetch:
+            self._ready[fetched] = self._fetch(fetched, room_at)
+        return max(now, self._ready.get(key, 0.0), self._changed.get(key, 0.0))
+
+    def change(self, key: int, when: float) -> None:
+        """The block's content is another from `when` on."""
+        self._changed[key] = when
+        self._without_content.discard(key)
+
+    def expire(self, key: int) -> None:
+        """The block's content is dead."""
+        if key in self._sizes:
+            self.policy.forget(key)
+            self._changed.pop(key, None)
+            self._without_content.add(key)
+
+    def _evict(self, key: int, now: float) -> float:
+        if key not in self._changed:
+            return now
+        done = self._changed.pop(key)
+        tier, num_bytes = self._homes[key], self._sizes[key]
+        self.written_bytes += num_bytes
+        return self._transfer(key, Category.WRITE_BACK, max(now, done), tier.write, tier)
+
+    def _fetch(self, key: int, ready: float) -> float:
+        if key in self._without_content:
+            return ready
+        tier = self._homes[key]
+        self.read_bytes += self._sizes[key]
+        return self._transfer(key, Category.FETCH, ready, tier.read, tier)
+
+    def _transfer(self, key: int, category: Category, ready: float, rate: float, tier: HardwareTier) -> float:
+        num_bytes = self._sizes[key]
+        seconds = max(num_bytes * self._num_sharers / rate, num_bytes / tier.one_device)
+        return self._links[tier].occupy(self._names[key], category, ready, seconds, num_bytes)

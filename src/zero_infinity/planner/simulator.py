@@ -1,0 +1,402 @@
+"""One training job on a virtual clock: the engine's own policy over links of a given speed.
+
+All ranks do the same at the same time, so one is simulated, and links that a node's ranks share are as slow as all of
+them make it. So the cost does not grow with the cluster, only with the model's operators and chunks.
+
+A step goes through the model's operators in order. Each use of a parameter is an access, told to the policy of device
+memory (gathered parameters) and, for what that fetches, to the policy of host memory (`plan.host_tier`): the very class
+that the engine runs. What they decide becomes transfers, first come, first served on each link: storage to host (nc),
+host to device (cg), all-gather (gg); gradients and checkpoints the other way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from itertools import count
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.planner.hardware import TierKind
+from zero_infinity.planner.outcome import LinkTraffic, SimulatedStep
+from zero_infinity.planner.plan_inputs import DEVICE_LOOKAHEAD_SHARE, GRAIN, PAGE_BYTES, PlanInputs
+from zero_infinity.planner.rank_links import RankLinks
+from zero_infinity.planner.simulated_host import HostTier
+from zero_infinity.planner.step_program import OperatorRun, StepPhase, step
+from zero_infinity.planner.training_job import HomeRule
+from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
+from zero_infinity.trace import WAIT, Category, Trace
+from zero_infinity.units import format_bytes
+
+# The first step records the order of uses. With it known the device fetches ahead, so what is asked of the host comes
+# in another order; and where updates move into backward, it changes once more. Two more fill memory by the last order.
+# Then steps are alike, but for a block now and then that stays in one step and not in the next.
+WARM_UP_STEPS = 5
+# Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
+# would have a million, and finer ones change no result.
+_MAX_CHUNKS = 1_500
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a unit's optimizer record, and of the gradient that waits for it."""
+
+    record: int
+    gradient: int
+    record_bytes: int
+
+
+class Simulator:
+    """A prepared job; `run` gives what one steady step takes."""
+
+    def __init__(self, setup: PlanInputs, trace: Trace | None = None) -> None:
+        self._setup = setup
+        self._trace = trace
+        self._now = 0.0
+        self._backward_end = 0.0
+        self._gradients_at = 0.0  # when the last one has arrived
+        self._early = False  # whether updates run in backward by now
+        division = setup.division
+        self._is_shared = setup.num_ranks > 1  # parameters are gathered from all ranks
+        self._program = step(setup.model, setup.job.interval)
+        self._names = list(setup.units)
+        self._keys = {name: key for key, name in enumerate(self._names)}
+        self._fresh_key = count(len(self._keys))
+        self._channels = RankLinks(setup)
+        self._host = HostTier(division, setup.scale, setup.num_devices, self._channels.storage)
+        self._chunk_bytes = max(division.chunk_bytes, sum(unit.record for unit in setup.units.values()) // _MAX_CHUNKS)
+        self._chunks = {name: self._make_blocks(name) for name in setup.units}
+        self._outstanding: deque[tuple[float, int]] = deque()  # gradients until they are used: when, bytes
+        self._computing: set[int] = set()
+        self._device = self._make_device()
+        self._device_ready: dict[int, float] = {}
+        self._last_gathered: int | None = None
+        self._outdated: set[int] = set()
+        self._checkpoints = self._make_checkpoints()
+        self._debt = 0.0  # seconds of the cores that compute, spent on other things and not yet paid for
+        self._engine_seconds = 0.0
+        self._paid_cpu_seconds = 0.0
+        self._stored: dict[int, float] = {}  # checkpoints -> when they are at home
+        self._loaded: dict[int, float] = {}  # those fetched ahead -> when they are back
+        self._waits: defaultdict[str, float] = defaultdict(float)
+        self._peaks: Counter[str] = Counter()
+
+    def _make_blocks(self, name: str) -> list[_Chunk]:
+        """Cut the unit's record; blocks that do not stay in memory are made known to the host tier."""
+        setup, unit = self._setup, self._setup.units[name]
+        moves = name not in setup.division.resident_units
+        if moves and setup.parameters_stream:
+            self._host.add(self._keys[name], name, unit.parameters, setup.homes.parameters)
+        states, home = setup.job.states, setup.homes.optimizer
+        chunk_elements = max(GRAIN, self._chunk_bytes // states.record // GRAIN * GRAIN)
+        chunks: list[_Chunk] = []
+        for number, start in enumerate(range(0, unit.num_elements, chunk_elements)):
+            elements = min(chunk_elements, unit.num_elements - start)
+            record, gradient = elements * states.record, elements * states.gradient
+            chunk = _Chunk(next(self._fresh_key), next(self._fresh_key), record)
+            chunks.append(chunk)
+            if moves and setup.optimizer_streams:
+                self._host.add(chunk.record, f"{name}[{number}] record", record, home)
+                self._host.add(chunk.gradient, f"{name}[{number}] gradient", gradient, home, has_content=False)
+        return chunks
+
+    def _make_device(self) -> CachePolicy | None:
+        """Gathered or copied parameters; None where they are computed with where they live."""
+        setup = self._setup
+        if setup.device_cache is None:
+            return None
+        lookahead = int(setup.device_cache * DEVICE_LOOKAHEAD_SHARE) if setup.job.overlap else 0
+        device = CachePolicy(setup.device_cache, lookahead, self._computing.__contains__, wraps=not self._is_shared)
+        for name in setup.units:
+            device.add(self._keys[name], -(-self._whole_bytes(name) // PAGE_BYTES) * PAGE_BYTES)
+        return device
+
+    def _make_checkpoints(self) -> dict[int, int]:
+        """Those at home on storage are blocks like any other, unless the cache (of a slice) is too small: keys."""
+        setup = self._setup
+        numbers = [use.stores for use in self._program if use.stores is not None]
+        fits = 2 * setup.one_checkpoint_bytes <= setup.division.cache
+        if setup.homes.checkpoints.kind is not TierKind.STORAGE or not fits:
+            return {}
+        keys = {number: next(self._fresh_key) for number in numbers}
+        for number, key in keys.items():
+            name = f"checkpoint {number}"
+            self._host.add(key, name, setup.one_checkpoint_bytes, setup.homes.checkpoints, has_content=False)
+        return keys
+
+    def _whole_bytes(self, name: str) -> int:
+        """Of a unit's parameters, all ranks' parts."""
+        return self._setup.units[name].num_elements * self._setup.num_ranks * self._setup.job.states.parameter
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> SimulatedStep:
+        """Simulate until steps are alike, then one more, which is reported."""
+        may_be_early = self._setup.job.early_update
+        for number in range(WARM_UP_STEPS):
+            # The engine's first two steps update at their end: it has to see two that are alike before it does earlier.
+            self._early = may_be_early and number >= 2
+            self._step(same_order=not (number == 1 and may_be_early))
+        if self._trace is not None:
+            # Two steps are traced: a transfer that a step left to the next one is seen where it was asked for.
+            for link in self._channels.links:
+                link.trace = self._trace
+            self._step()
+        started = self._now
+        for link in self._channels.links:
+            link.busy_seconds, link.num_bytes = 0.0, 0
+        before = self._host.read_bytes, self._host.written_bytes
+        self._waits.clear()
+        self._engine_seconds = 0.0
+        forward_end = self._step()
+        setup = self._setup
+        tokens, scale = setup.job.batch * setup.model.seq, setup.scale
+        return SimulatedStep(
+            seconds=scale * (self._now - started),
+            forward_seconds=scale * (forward_end - started),
+            backward_seconds=scale * (self._backward_end - forward_end),
+            compute_seconds=scale * self._channels.compute.busy_seconds,
+            engine_seconds=scale * self._engine_seconds,
+            waits={name: scale * seconds for name, seconds in self._waits.items()},
+            traffic=tuple(
+                LinkTraffic(link.name, int(scale * link.num_bytes), scale * link.busy_seconds)
+                for link in self._channels.links
+            ),
+            read_bytes=int(scale * (self._host.read_bytes - before[0])),
+            written_bytes=int(scale * (self._host.written_bytes - before[1])),
+            peak_bytes=dict(self._peaks),
+            flops=scale * sum(use.flops_per_token for use in self._program) * tokens,
+            tokens=tokens * setup.num_ranks,
+            num_ranks=setup.num_ranks,
+        )
+
+    def _step(self, *, same_order: bool = True) -> float:
+        """One step; returns when its forward pass was over. `same_order`: the host will see the same again."""
+        forward_end = self._now
+        for use in self._program:
+            self._use(use)
+            if use.phase is StepPhase.FORWARD:
+                forward_end = self._now
+        if not self._early:
+            # The step needs every gradient where it is kept.
+            self._wait(self._gradients_at, "gradients")
+        self._backward_end = self._now
+        if not self._early:
+            for name in self._setup.units:
+                self._update(name, self._now, retained=True)
+            self._wait(self._channels.update_worker.free_at, "optimizer step")
+        self._host.policy.end_cycle(same_order=same_order)
+        if self._device is not None:
+            self._end_device_cycle(self._device, same_order=same_order)
+        self._pay()
+        return forward_end
+
+    def _end_device_cycle(self, device: CachePolicy, *, same_order: bool) -> None:
+        """Gathered copies are out of date together, after the step, and only then are the next ones gathered."""
+        for key in sorted(self._outdated):
+            device.forget(key)
+        self._outdated.clear()
+        self._last_gathered = None
+        device.end_cycle(same_order=same_order or self._is_shared)
+        if self._is_shared:
+            for fetched in device.look_ahead().fetch:
+                self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
+
+    def _use(self, use: OperatorRun) -> None:
+        setup, name = self._setup, use.operator.name
+        if use.loads is not None:
+            self._load_checkpoint(use.loads, name)
+        if use.needs_weight:
+            self._wait(self._bring(use.operator.unit), name)
+        self._pay()
+        seconds = use.seconds
+        if seconds is None:
+            seconds = use.flops_per_token * setup.job.batch * setup.model.seq / setup.hardware.flops
+        self._now = self._channels.compute.occupy(name, Category.COMPUTE, self._now, seconds)
+        if use.stores is not None:
+            self._store_checkpoint(use.stores, name)
+        if use.completes is not None:
+            self._take_gradient(use.completes)
+        self._note_held()
+
+    def _wait(self, until: float, name: str) -> None:
+        if until <= self._now:
+            return
+        self._waits[name] += until - self._now
+        self._debt -= min(self._debt, until - self._now)
+        if self._channels.compute.trace is not None:
+            self._channels.compute.trace.span(name, Category.WAIT, WAIT, self._now, until - self._now)
+        self._now = until
+
+    def _handle_block(self) -> None:
+        """The engine's own work on one block."""
+        self._debt += self._setup.hardware.block_cpu_seconds
+
+    def _pay(self) -> None:
+        """Where the CPU computes, everything else that it does delays that. What it did while it waited did not."""
+        spent = self._channels.cpu_seconds
+        if self._setup.hardware.device is None:
+            debt = self._debt + spent - self._paid_cpu_seconds
+            self._now += debt
+            self._engine_seconds += debt
+        self._debt, self._paid_cpu_seconds = 0.0, spent
+
+    def _note_held(self) -> None:
+        held = {self._setup.hardware.host.name: self._host.held_bytes}
+        if self._device is not None and self._setup.hardware.device is not None:
+            held[self._setup.hardware.device.name] = self._device.cached_bytes
+        for tier, num_bytes in held.items():
+            self._peaks[tier] = max(self._peaks[tier], num_bytes)
+            if self._channels.compute.trace is not None:
+                self._channels.compute.trace.held(tier, self._now, num_bytes)
+
+    # ------------------------------------------------------------------ parameters
+
+    def _bring(self, name: str) -> float:
+        """When the unit's parameters can be computed with, and what is fetched ahead of its use."""
+        key = self._keys[name]
+        self._handle_block()
+        if self._device is None:
+            self._host.in_use.add(key)
+            ready = self._host.access(key, self._now)
+            self._host.in_use.discard(key)
+            return ready
+        if self._is_shared and key == self._last_gathered:
+            return self._device_ready[key]  # the engine does not count that: how often may differ between ranks
+        self._last_gathered = key
+        self._computing.clear()
+        self._computing.add(key)
+        try:
+            decision = self._device.access(key)
+        except NoRoomError as error:
+            raise CapacityError(
+                f"{name!r} needs {format_bytes(error.needed)} of device memory, but {format_bytes(error.budget)} is "
+                "left for gathered parameters\n  fix:   a smaller batch, or more devices"
+            ) from None
+        for fetched in decision.fetch:
+            self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
+        return self._device_ready[key]
+
+    def _fetch_to_device(self, name: str) -> float:
+        """nc, cg, gg: each hop begins when the one before is done."""
+        setup, unit, key = self._setup, self._setup.units[name], self._keys[name]
+        ready = self._host.access(key, self._now)
+        self._handle_block()
+        shard = unit.num_elements * setup.job.states.parameter
+        home = setup.homes.parameters
+        if setup.hardware.device is not None and home.kind is not TierKind.DEVICE and not home.bypasses_host:
+            ready = self._channels.upload(name, Category.FETCH, ready, shard, self._whole_bytes(name))
+        return self._channels.collective(name, ready, shard)
+
+    # ------------------------------------------------------------------ activation checkpoints
+
+    def _store_checkpoint(self, number: int, name: str) -> None:
+        stored = self._channels.store_checkpoint(name, self._now, cached=number in self._checkpoints)
+        if number in self._checkpoints:
+            self._handle_block()
+            stored = max(stored, self._host.access(self._checkpoints[number], self._now))
+            self._host.change(self._checkpoints[number], stored)
+        self._stored[number] = stored
+        if not self._setup.job.overlap:
+            self._wait(self._stored[number], name)
+
+    def _load_checkpoint(self, number: int, name: str) -> None:
+        """Wait for this one, and fetch the one that is needed next meanwhile."""
+        if number not in self._loaded:
+            self._fetch_checkpoint(number, name)
+        self._wait(self._loaded.pop(number), name)
+        # What is on storage is fetched ahead by the policy.
+        if self._setup.job.overlap and number - 1 in self._stored and not self._checkpoints:
+            self._fetch_checkpoint(number - 1, name)
+
+    def _fetch_checkpoint(self, number: int, name: str) -> None:
+        ready = max(self._now, self._stored.pop(number))
+        if number in self._checkpoints:
+            self._handle_block()
+            ready = max(ready, self._host.access(self._checkpoints[number], self._now))
+            self._host.expire(self._checkpoints[number])
+        self._loaded[number] = self._channels.load_checkpoint(name, ready, cached=number in self._checkpoints)
+
+    # ------------------------------------------------------------------ gradients and updates
+
+    def _take_gradient(self, name: str) -> None:
+        setup, unit = self._setup, self._setup.units[name]
+        shard = unit.num_elements * setup.job.states.parameter
+        ready = self._channels.collective(name, self._now, shard)
+        leaves = setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None
+        if leaves:
+            ready = self._channels.download(name, Category.GRADIENT, ready, shard, self._whole_bytes(name))
+        self._gradients_at = max(self._gradients_at, ready)
+        # The engine takes a gradient from the device before it goes on.
+        if not setup.job.overlap or (leaves and setup.job.placement is HomeRule.ENGINE):
+            self._wait(ready, name)
+        if self._early:
+            self._make_room(unit.arriving, name)
+            self._outstanding.append((self._update(name, ready, retained=False), unit.arriving))
+            return
+        for chunk in self._chunks[name]:
+            self._handle_block()
+            self._host.access(chunk.gradient, self._now)
+            self._host.change(chunk.gradient, ready)
+
+    def _make_room(self, num_bytes: int, name: str) -> None:
+        """Wait until what is set aside has room for one more gradient."""
+        while self._outstanding and self._outstanding[0][0] <= self._now:
+            self._outstanding.popleft()
+        while (
+            self._outstanding
+            and sum(size for _, size in self._outstanding) + num_bytes > self._setup.division.set_aside
+        ):
+            self._wait(self._outstanding.popleft()[0], name)
+
+    def _update(self, name: str, gradient_ready: float, *, retained: bool) -> float:
+        """Update a unit chunk by chunk, beside the computation; returns when it is done."""
+        setup, key = self._setup, self._keys[name]
+        on_device = setup.homes.optimizer.kind is TierKind.DEVICE
+        self._host.in_use.add(key)
+        values_ready = self._host.access(key, self._now)
+        done = gradient_ready
+        for chunk in self._chunks[name]:
+            self._handle_block()
+            ready = max(values_ready, gradient_ready)
+            if retained and not on_device:
+                self._host.in_use.add(chunk.gradient)
+                ready = max(ready, self._host.access(chunk.gradient, self._now))
+            ready = max(ready, self._host.access(chunk.record, self._now))
+            done = self._update_chunk(name, chunk, ready)
+            self._host.change(chunk.record, done)
+            self._host.in_use.discard(chunk.gradient)
+            self._host.expire(chunk.gradient)
+        self._host.in_use.discard(key)
+        self._host.change(key, done)
+        if self._is_shared:
+            self._outdated.add(key)
+        elif self._device is not None:
+            self._device.forget(key)
+        return done
+
+    def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:
+        setup = self._setup
+        states = setup.job.states
+        num_elements = chunk.record_bytes // states.record
+        moved = num_elements * states.update
+        device = setup.hardware.device
+        if setup.homes.optimizer.kind is TierKind.DEVICE and device is not None:
+            self._now = self._channels.compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
+            return self._now
+        seconds = moved * setup.num_devices / setup.hardware.update_rate
+        done = self._channels.update_worker.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
+        if device is None:
+            # The same cores compute: at once, or later in between, unless they have to wait anyway.
+            if ready <= self._now:
+                self._now = max(self._now, done)
+            else:
+                self._debt += seconds
+        elif setup.homes.parameters.kind is TierKind.DEVICE:
+            new = num_elements * states.parameter
+            done = self._channels.upload(name, Category.UPDATE, done, new, new * setup.num_ranks)
+        return done
+
+
+def simulate(setup: PlanInputs, trace: Trace | None = None) -> SimulatedStep:
+    """What one steady step of the job takes."""
+    return Simulator(setup, trace).run()

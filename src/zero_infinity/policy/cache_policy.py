@@ -1,0 +1,338 @@
+"""Which blocks of one tier are in memory: caching with foresight, as a pure function of order and sizes.
+
+Training repeats a known sequence of accesses. The policy is told every access; it records the sequence of one cycle
+(from one optimizer step to the next) and from then on knows for each block when it is used next. On each access it
+answers with what to evict and what to fetch:
+
+- *Evict* the block whose next use is farthest (Belady). While no order is known yet: the least recently used.
+- *Fetch ahead* what the next accesses need, in their order, as far as `lookahead` bytes reach, and never at the price
+  of a block that is used sooner. The window is bounded because fetching earlier than necessary evicts blocks that
+  would have been hits: with an unbounded window a cyclic scan degrades to reading everything every cycle.
+
+It knows neither time nor threads, torch nor files: the same accesses give the same decisions, on every rank and in the
+simulator. What it counts is *logical*: a block is in memory from the decision to fetch it to the decision to evict it.
+Whoever executes the decisions in order never needs more than the budget.
+
+When an access differs from the recorded order, the policy goes on from the nearest place where the order does say so if
+that lies ahead (something was skipped), and stays where it is if it lies behind (something is repeated, or comes late).
+At the end of the cycle the newly recorded order replaces the old one.
+
+What an access costs does not grow with the model: the window slides along with the clock, so a block is looked at
+once when it comes in sight and once when it is used. Only a jump looks at what was skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+BlockId = int
+
+# The next use of a block that no order mentions: later than any other. Less its recency, so that among these the least
+# recently used leaves first.
+_NEVER = 1 << 60
+# Stale entries that the heap may carry beyond one for each block in memory, before it is made anew.
+_STALE_ENTRIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now: first every eviction, then every fetch, in this order."""
+
+    evict: tuple[BlockId, ...] = ()
+    fetch: tuple[BlockId, ...] = ()
+
+
+NOTHING = Decision()
+
+
+class NoRoomError(Exception):
+    """Everything that could leave is in use."""
+
+    def __init__(self, needed: int, budget: int, in_use: tuple[BlockId, ...]) -> None:
+        super().__init__(f"{needed} bytes needed, budget {budget}, {len(in_use)} blocks in use")
+        self.needed = needed
+        self.budget = budget
+        self.in_use = in_use
+
+
+class CachePolicy:
+    """The contents of one tier. `in_use(block)` tells which blocks must not be evicted now."""
+
+    def __init__(self, budget: int, lookahead: int, in_use: Callable[[BlockId], bool], *, wraps: bool = True) -> None:
+        self.budget = budget
+        self.lookahead = lookahead
+        self._in_use = in_use
+        self._wraps = wraps  # whether it fetches ahead from one cycle into the next
+        self._sizes: dict[BlockId, int] = {}
+        self._cached: set[BlockId] = set()
+        self.cached_bytes = 0
+        self._order: list[BlockId] = []
+        self._positions: dict[BlockId, list[int]] = {}
+        self._run_trace: list[BlockId] = []
+        self._clock = 0  # absolute position: cycles * len(order) + place in the cycle
+        self._lost: BlockId | None = None  # the last access, when it had no place in the order ahead
+        self._num_accesses = 0
+        self._recency: dict[BlockId, int] = {}  # the number of its last access
+        # Farthest next use first; an entry is stale when the block has left or its next use has changed.
+        self._farthest: list[tuple[int, BlockId]] = []
+        self._next_use: dict[BlockId, int] = {}
+        self._num_missing = 0  # blocks of the order that are not in memory
+        # The accesses from the clock to here are looked at: their blocks are in memory, and have these bytes in all.
+        self._window_end = 0
+        self._window_bytes = 0
+        self._window: Counter[BlockId] = Counter()
+        self.num_deviations = 0
+
+    # ------------------------------------------------------------------ what is there
+
+    def add(self, block: BlockId, num_bytes: int) -> None:
+        """Make a block known; it is not in memory yet."""
+        self._sizes[block] = num_bytes
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._cached
+
+    @property
+    def order(self) -> tuple[BlockId, ...]:
+        """The accesses of the last whole cycle; empty while the first is being recorded."""
+        return tuple(self._order)
+
+    # ------------------------------------------------------------------ events
+
+    def access(self, block: BlockId) -> Decision:
+        """`block` is used now."""
+        self._run_trace.append(block)
+        self._num_accesses += 1
+        self._recency[block] = self._num_accesses
+        self._follow(block)
+        evict: list[BlockId] = []
+        fetch: list[BlockId] = []
+        if block in self._cached:
+            self._rank(block)
+        else:
+            self._bring(block, evict, fetch)
+        self._look_ahead(block, evict, fetch)
+        return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
+
+    def look_ahead(self) -> Decision:
+        """Between two accesses: fetch what the next ones need."""
+        evict: list[BlockId] = []
+        fetch: list[BlockId] = []
+        self._look_ahead(None, evict, fetch)
+        return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
+
+    def retract(self) -> None:
+        """The last access did not happen after all: it is not part of the order."""
+        self._run_trace.pop()
+
+    def shrink(self, budget: int) -> tuple[BlockId, ...]:
+        """Change the budget; returns what has to leave for it."""
+        self.budget = budget
+        victims = self._victims(0, None) or ()
+        for victim in victims:
+            self._remove(victim)
+        return tuple(victims)
+
+    def forget(self, block: BlockId) -> None:
+        """The content of `block` is dead: it takes no room any more."""
+        if block in self._cached:
+            self._remove(block)
+
+    def end_cycle(self, *, same_order: bool = True) -> None:
+        """A step is over: what was recorded since the last one is the order from now on.
+
+        Unless it is known that the next cycle will differ (`same_order` is False): then it is recorded afresh.
+        """
+        recorded, self._run_trace = self._run_trace, []
+        if not same_order:
+            self._adopt([])
+        elif recorded and recorded != self._order:
+            self._adopt(recorded)
+        elif self._order and self._clock % len(self._order):
+            self._jump(0)
+        self._lost = None
+
+    # ------------------------------------------------------------------ where in the order we are
+
+    def _adopt(self, order: list[BlockId]) -> None:
+        self._order = order
+        self._positions = {}
+        for place, block in enumerate(order):
+            self._positions.setdefault(block, []).append(place)
+        self._num_missing = len(self._positions.keys() - self._cached)
+        self._jump(0)
+
+    def _jump(self, clock: int) -> None:
+        """Go on from another place: what is used next, and when, has changed for every block."""
+        self._clock = self._window_end = clock
+        self._window_bytes = 0
+        self._window.clear()
+        self._next_use = {block: self._upcoming_use(block) for block in self._cached}
+        self._sort()
+
+    def _follow(self, block: BlockId) -> None:
+        """Advance the clock past this access, or jump to where the order has it next."""
+        if not self._order:
+            return
+        if self._order[self._clock % len(self._order)] == block:
+            self._lost = None
+            self._leave_window(block)
+            self._clock += 1
+            return
+        self.num_deviations += 1
+        place = self._place_of(block)
+        if place is None:
+            self._lost = block
+        else:
+            self._lost = None
+            self._jump(place + 1)
+
+    def _place_of(self, block: BlockId) -> int | None:
+        """The absolute position that an unexpected access means; None when it is not ahead of the clock."""
+        places = self._positions.get(block)
+        if places is None:
+            return None
+        length = len(self._order)
+        # Two unexpected accesses that follow each other in the order tell where we are, however far that is.
+        ahead = [
+            (p - self._clock) % length for p in places if self._lost is not None and self._order[p - 1] == self._lost
+        ]
+        if ahead:
+            return self._clock + min(ahead)
+        distance = self._upcoming_use(block) - self._clock
+        behind = min((self._clock - p) % length for p in places)
+        return self._clock + distance if distance <= behind else None
+
+    def _upcoming_use(self, block: BlockId) -> int:
+        """The absolute position of the next access to `block` at or after the clock."""
+        places = self._positions.get(block)
+        if places is None:
+            return _NEVER - self._recency.get(block, 0)
+        cycle, place = divmod(self._clock, len(self._order))
+        index = bisect_left(places, place)
+        if index < len(places):
+            return cycle * len(self._order) + places[index]
+        return (cycle + 1) * len(self._order) + places[0]
+
+    # ------------------------------------------------------------------ who leaves first
+
+    def _rank(self, block: BlockId) -> None:
+        upcoming = self._upcoming_use(block)
+        if self._next_use.get(block) == upcoming:
+            return
+        self._next_use[block] = upcoming
+        heapq.heappush(self._farthest, (-upcoming, block))
+        if len(self._farthest) > 2 * len(self._cached) + _STALE_ENTRIES:
+            self._sort()
+
+    def _sort(self) -> None:
+        self._farthest = [(-upcoming, block) for block, upcoming in self._next_use.items()]
+        heapq.heapify(self._farthest)
+
+    def _victims(self, size: int, sooner_than: int | None, keep: BlockId | None = None) -> list[BlockId] | None:
+        """The blocks whose leaving makes room for `size` bytes, all used later than `sooner_than`; None if too few."""
+        missing = self.cached_bytes + size - self.budget
+        if missing <= 0:
+            return []
+        victims: list[BlockId] = []
+        met: dict[BlockId, tuple[int, BlockId]] = {}
+        while missing > 0 and self._farthest:
+            entry = heapq.heappop(self._farthest)
+            next_use, block = -entry[0], entry[1]
+            # A block that left and came back for the same use has two entries.
+            if self._next_use.get(block) != next_use or block in met:
+                continue
+            met[block] = entry
+            if sooner_than is not None and next_use <= sooner_than:
+                break
+            if block == keep or self._in_use(block):
+                continue
+            victims.append(block)
+            missing -= self._sizes[block]
+        for entry in met.values():
+            heapq.heappush(self._farthest, entry)
+        return self._necessary(victims, -missing) if missing <= 0 else None
+
+    def _necessary(self, victims: list[BlockId], excess: int) -> list[BlockId]:
+        """Spare what need not leave because a larger block does, first what is used soonest."""
+        necessary: list[BlockId] = []
+        for block in reversed(victims):
+            if self._sizes[block] <= excess:
+                excess -= self._sizes[block]
+            else:
+                necessary.append(block)
+        return necessary[::-1]
+
+    # ------------------------------------------------------------------ what comes in
+
+    def _bring(self, block: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
+        size = self._sizes[block]
+        victims = self._victims(size, None)
+        if victims is None:
+            in_use = tuple(b for b in sorted(self._cached) if self._in_use(b))
+            raise NoRoomError(size, self.budget, in_use)
+        self._replace(victims, block, evict, fetch)
+
+    def _look_ahead(self, current: BlockId | None, evict: list[BlockId], fetch: list[BlockId]) -> None:
+        """Extend the window as far as its bytes, and the room for what is missing, allow."""
+        if not self._num_missing or not self._order:
+            return
+        length = len(self._order)
+        self._window_end = max(self._window_end, self._clock)
+        # The clock is past the current access, which may be the last of its cycle.
+        cycle = (self._clock - (current is not None)) // length
+        end = self._clock + length if self._wraps else (cycle + 1) * length
+        while self._window_end < end:
+            block = self._order[self._window_end % length]
+            if not self._window[block]:
+                size = self._sizes[block]
+                if self._window_bytes + size > self.lookahead:
+                    return
+                if block not in self._cached:
+                    victims = self._victims(size, self._window_end, keep=current)
+                    if victims is None:
+                        return
+                    self._replace(victims, block, evict, fetch)
+                self._window_bytes += size
+            self._window[block] += 1
+            self._window_end += 1
+
+    def _leave_window(self, block: BlockId) -> None:
+        """One access to `block` is not in the window any more: at its begin, because it happens, or at its end."""
+        if self._window[block]:
+            self._window[block] -= 1
+            if not self._window[block]:
+                self._window_bytes -= self._sizes[block]
+
+    def _replace(self, victims: list[BlockId], block: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
+        for victim in victims:
+            self._remove(victim)
+            if victim in fetch:
+                # Decided a moment ago and not yet carried out: the two cancel out.
+                fetch.remove(victim)
+            else:
+                evict.append(victim)
+        self._cached.add(block)
+        self._num_missing -= block in self._positions
+        self.cached_bytes += self._sizes[block]
+        self._rank(block)
+        if block in evict:
+            evict.remove(block)
+        else:
+            fetch.append(block)
+
+    def _remove(self, block: BlockId) -> None:
+        self._cached.discard(block)
+        self._num_missing += block in self._positions
+        self._next_use.pop(block, None)
+        self.cached_bytes -= self._sizes[block]
+        if self._window[block]:
+            # What follows its next use in the window has to wait until it is back.
+            upcoming = self._upcoming_use(block)
+            while self._window_end > upcoming:
+                self._window_end -= 1
+                self._leave_window(self._order[self._window_end % len(self._order)])

@@ -1,0 +1,62 @@
+"""Which byte ranges of an engine's address space are free.
+
+Best fit with coalescing; the address space grows only when no free range is large enough. Pure bookkeeping:
+it never moves a byte.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from zero_infinity.policy.sizes import round_up
+
+
+class FreeExtents:
+    """Allocates offsets; `grow(num_bytes)` returns the offset of a fresh range of that size."""
+
+    def __init__(self, grow: Callable[[int], int]) -> None:
+        self._grow = grow
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self.allocated_bytes = 0
+
+    def allocate(self, num_bytes: int) -> int:
+        """A range of `num_bytes` rounded up to ALIGNMENT."""
+        size = round_up(num_bytes)
+        start = self._best_fit(size)
+        if start is None:
+            start = self._grow(size)
+        else:
+            self._carve(start, size)
+        self.allocated_bytes += size
+        return start
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """Give back what `allocate(num_bytes)` returned."""
+        self.allocated_bytes -= round_up(num_bytes)
+        self.add(start, round_up(num_bytes))
+
+    def add(self, start: int, size: int) -> None:
+        """Make a range available."""
+        index = bisect.bisect_left(self._starts, start)
+        if index < len(self._starts) and self._starts[index] == start + size:
+            size += self._sizes.pop(self._starts.pop(index))
+        if index and self._starts[index - 1] + self._sizes[self._starts[index - 1]] == start:
+            self._sizes[self._starts[index - 1]] += size
+            return
+        self._starts.insert(index, start)
+        self._sizes[start] = size
+
+    def _best_fit(self, size: int) -> int | None:
+        fitting = [start for start in self._starts if self._sizes[start] >= size]
+        return min(fitting, key=self._sizes.__getitem__, default=None)
+
+    def _carve(self, start: int, size: int) -> None:
+        index = bisect.bisect_left(self._starts, start)
+        rest = self._sizes.pop(start) - size
+        if rest:
+            self._starts[index] = start + size
+            self._sizes[start + size] = rest
+        else:
+            del self._starts[index]

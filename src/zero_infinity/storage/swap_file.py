@@ -1,0 +1,213 @@
+"""One nameless file in one directory, with its space reserved: what a piece of swap space is made of.
+
+Owns the file descriptor, the reservation and the choice between direct and buffered I/O. It does not know that
+other directories may hold the next stripe, nor what the bytes mean.
+
+Facts about Linux that decide the code:
+
+- A file made with O_TMPFILE never has a name: it cannot meet another run's, nobody else can open it by path, and
+  the kernel frees it with the last descriptor, also after kill -9. File systems without it (NFS, FAT) say
+  EOPNOTSUPP, old kernels EISDIR; there we make a 0700 directory, a file in it, and remove both names at once.
+- O_DIRECT keeps gigabytes of swap out of the page cache and saves one copy. A file system without it says EINVAL:
+  most when the flag is set, some only at the first transfer, so one page is really written and read back.
+  Setting the flag by fcntl after the open avoids that open(O_CREAT | O_DIRECT) fails *and* leaves the file.
+- fallocate(2) takes the blocks before anything is written, so a full disk shows here and not in the middle of a
+  step. glibc's posix_fallocate (os.posix_fallocate) hides its absence: it writes a byte into every block, which is
+  EINVAL on an O_DIRECT descriptor (seen on ext2) and a full slow write elsewhere. So fallocate is called itself.
+- fallocate that runs out of space half-way may leave what it got so far (ext4): cut the file back.
+- POSIX_FADV_DONTNEED drops clean pages and starts the write-out of dirty ones: a later call finds them clean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+
+from zero_infinity.errors import SwapSpaceError
+from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.units import format_bytes
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fallocate.restype = ctypes.c_int
+
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class SwapFile:
+    """A private file in `directory` that is gone when it is closed or when the process ends, however it ends."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = os.fspath(directory)
+        self._size = 0
+        self._reserves = True
+        try:
+            self._fd = _open_nameless(self.directory)
+        except OSError as error:
+            raise _refusal(self.directory, error) from error
+        # Without an explicit close (a failed start, a test) the descriptor must still not leak. Not at exit: the
+        # kernel closes it then, and a worker may be in the middle of a transfer.
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._finalizer.atexit = False
+        try:
+            self.direct = _enable_direct(self._fd)
+        except OSError as error:
+            self.close()
+            raise _refusal(self.directory, error) from error
+        if not self.direct:
+            warnings.warn(
+                f"nvme={self.directory!r}: this file system has no direct I/O (O_DIRECT), so swap goes through the "
+                f"page cache: slower, and memory use shows as cache. A local ext4, XFS or btrfs directory avoids it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def size(self) -> int:
+        """Bytes reserved."""
+        return self._size
+
+    @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    def free_bytes(self) -> int:
+        """What the file system still has to give to an ordinary user."""
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize
+
+    def grow(self, size: int) -> None:
+        """Reserve everything up to `size`, or raise `SwapSpaceError` and keep the old size."""
+        free = self.free_bytes()
+        try:
+            if not self._reserves or not fallocate(self._fd, self._size, size - self._size):
+                self._grow_unreserved(size, free)
+        except OSError as error:
+            self.cut(self._size)
+            raise _no_room(self.directory, size - self._size, free, error) from error
+        self._size = size
+
+    def cut(self, size: int) -> None:
+        """Give back what lies past `size`."""
+        os.ftruncate(self._fd, size)
+        self._size = size
+
+    def read(self, memory: memoryview, offset: int) -> int:
+        num_bytes = os.preadv(self._fd, (memory,), offset)
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        return num_bytes
+
+    def write(self, memory: memoryview, offset: int) -> int:
+        num_bytes = os.pwritev(self._fd, (memory,), offset)
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        return num_bytes
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _grow_unreserved(self, size: int, free: int) -> None:
+        """Without fallocate: a sparse file, if there is room as of now."""
+        # A file system of no blocks at all (ramfs, some network ones) does not say how much it holds.
+        if size - self._size > free and os.fstatvfs(self._fd).f_blocks:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._reserves:
+            self._reserves = False
+            warnings.warn(  # before anything changes: a filter may make it an error
+                f"nvme={self.directory!r}: this file system cannot reserve space (fallocate), so if something else "
+                f"fills it, training stops with 'No space left on device'. A local ext4, XFS or btrfs avoids it",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        os.ftruncate(self._fd, size)
+
+
+def _open_nameless(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    private = tempfile.mkdtemp(prefix="zero-infinity-", dir=directory)
+    path = os.path.join(private, "swap")
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.unlink(path)
+    finally:
+        _remove_empty(private)
+    return descriptor
+
+
+def _remove_empty(directory: str) -> None:
+    """NFS keeps an open file under a new name (.nfs...) until it is closed, so there an empty directory stays."""
+    try:
+        os.rmdir(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
+
+
+def _enable_direct(descriptor: int) -> bool:
+    """Turn on O_DIRECT and try it with one page; False, and off again, where the file system has none."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with mmap.mmap(-1, ALIGNMENT) as page:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwritev(descriptor, (page,), 0)
+            os.preadv(descriptor, (page,), 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+            return False
+        finally:
+            os.ftruncate(descriptor, 0)
+    return True
+
+
+def fallocate(descriptor: int, offset: int, num_bytes: int) -> bool:
+    """Reserve the range; False where the file system cannot."""
+    while _libc.fallocate(descriptor, 0, offset, num_bytes) != 0:
+        number = ctypes.get_errno()
+        if number in _NO_FALLOCATE:
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return True
+
+
+def _no_room(directory: str, needed: int, free: int, error: OSError) -> SwapSpaceError:
+    message = (
+        f"nvme={directory!r}: {format_bytes(needed)} of swap space is needed, {format_bytes(free)} is free"
+        f" ({error.strerror}); fix: free some space there, or give a directory on a larger drive"
+    )
+    return SwapSpaceError(error.errno, message, directory)
+
+
+def _refusal(directory: str, error: OSError) -> SwapSpaceError:
+    """Why no file could be made in `directory`, and what to do."""
+    setting = f"nvme={directory!r}"
+    match error.errno:
+        case errno.ENOENT:
+            message = f"{setting} does not exist; fix: mkdir -p {directory}, or give another directory"
+        case errno.ENOTDIR if os.path.exists(directory):
+            message = f"{setting} is a file; give a directory"
+        case errno.ENOTDIR:
+            message = f"{setting} leads through a file; give a directory"
+        case errno.EROFS:
+            message = f"{setting} is on a read-only file system; give a directory that can be written"
+        case errno.EACCES | errno.EPERM:
+            message = f"{setting} may not be written by user {os.geteuid()}; fix: chown it, or give another directory"
+        case errno.ENOSPC | errno.EDQUOT:
+            message = f"{setting} is full ({error.strerror}); fix: free some space there, or give another directory"
+        case _:
+            message = f"no swap file can be made in {setting}: {error.strerror}; give another directory"
+    return SwapSpaceError(error.errno, message, directory)

@@ -1,0 +1,226 @@
+"""Who runs updates, and when: without a store, with jobs that only count."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from zero_infinity.errors import EngineClosedError
+from zero_infinity.optim import update_worker as updaters
+from zero_infinity.optim.state_records import Chunk
+from zero_infinity.optim.update_worker import UpdateWorker
+from zero_infinity.storage.block_store import BlockStore
+
+SECONDS = 20.0
+
+
+class Heap:
+    def look(self) -> None:
+        """Nothing to see."""
+
+
+class Store:
+    """What the updater asks of a store."""
+
+    heap = Heap()
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def changeable(self, _: object) -> bool:
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Job:
+    def __init__(self, log: list[tuple[str, bool]], name: str, *, num_chunks: int = 1, is_ready: bool = True) -> None:
+        self.log, self.name, self.is_ready = log, name, is_ready
+        self.chunks = cast("list[Chunk]", list(range(num_chunks)))
+
+    def blocks(self, _: Chunk) -> list[Any]:
+        return []
+
+    def apply(self, _: Chunk, __: BlockStore) -> None:
+        self.log.append((self.name, threading.current_thread() is threading.main_thread()))
+
+    def finish(self, _: BlockStore) -> None:
+        """Nothing is left to do."""
+
+
+@pytest.fixture
+def log() -> list[tuple[str, bool]]:
+    return []
+
+
+def make(*, shares_cores: bool) -> UpdateWorker:
+    return UpdateWorker(cast(BlockStore, Store()), shares_cores=shares_cores)
+
+
+def wait_for_all(update_worker: UpdateWorker) -> None:
+    deadline = time.monotonic() + SECONDS
+    while update_worker.num_pending:
+        assert time.monotonic() < deadline, f"{update_worker.num_pending} jobs are left"
+        time.sleep(0.001)
+
+
+def test_the_computing_thread_runs_what_is_ready(log: list[tuple[str, bool]]) -> None:
+    update_worker = make(shares_cores=True)
+    update_worker.submit(Job(log, "a", num_chunks=3))
+    assert log == [("a", True)] * 3
+    late = Job(log, "late", is_ready=False)
+    update_worker.submit(late)
+    update_worker.submit(Job(log, "b"))
+    assert len(log) == 3, "b comes after late"
+    late.is_ready = True
+    update_worker.help()
+    assert log[3:] == [("late", True), ("b", True)]
+    update_worker.close()
+
+
+def test_with_cores_of_its_own_the_worker_runs_everything(log: list[tuple[str, bool]]) -> None:
+    update_worker = make(shares_cores=False)
+    for name in "abc":
+        update_worker.submit(Job(log, name))
+    update_worker.drain()
+    assert log == [("a", False), ("b", False), ("c", False)]
+    update_worker.close()
+
+
+def test_the_worker_runs_all_that_is_left_when_nobody_comes_by(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is patient once, not before every chunk: those of a model that was dropped would keep it for minutes."""
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", SECONDS / 10)
+    update_worker = make(shares_cores=True)
+    for number in range(30):
+        update_worker.submit(Job(log, str(number), is_ready=False))
+    wait_for_all(update_worker)
+    assert log == [(str(number), False) for number in range(30)]
+    update_worker.close()
+
+
+def test_the_worker_takes_over_while_the_computing_thread_waits(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 1000.0)
+    update_worker = make(shares_cores=True)
+    update_worker.submit(Job(log, "a", is_ready=False))
+    update_worker.take_over()
+    wait_for_all(update_worker)
+    assert log == [("a", False)]
+    update_worker.close()
+
+
+def test_an_error_reaches_who_comes_next(log: list[tuple[str, bool]]) -> None:
+    class Broken(Job):
+        def apply(self, _: Chunk, __: BlockStore) -> None:
+            raise ValueError("broken")
+
+    update_worker = make(shares_cores=False)
+    update_worker.submit(Broken(log, "a"))
+    with pytest.raises(ValueError, match="broken"):
+        update_worker.drain()
+    with pytest.raises(ValueError, match="broken"):
+        update_worker.submit(Job(log, "b"))
+    update_worker.close()
+    helped = make(shares_cores=True)
+    with pytest.raises(ValueError, match="broken"):
+        helped.submit(Broken(log, "a"))
+    with pytest.raises(ValueError, match="broken"):
+        helped.check()
+    helped.close()
+    assert log == []
+
+
+def test_closing_drops_what_waits(log: list[tuple[str, bool]]) -> None:
+    update_worker = make(shares_cores=True)
+    update_worker.submit(Job(log, "a", is_ready=False))
+    update_worker.close()
+    update_worker.close()
+    assert log == []
+    with pytest.raises(EngineClosedError):
+        update_worker.submit(Job(log, "b"))
+
+
+def test_the_worker_leaves_it_to_the_computing_thread_once_that_is_back(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 1000.0)
+    update_worker = make(shares_cores=True)
+    update_worker.submit(Job(log, "a", is_ready=False))
+    update_worker.take_over()
+    wait_for_all(update_worker)
+    late = Job(log, "b", is_ready=False)
+    update_worker.submit(late)
+    time.sleep(0.1)
+    late.is_ready = True
+    update_worker.help()
+    assert log == [("a", False), ("b", True)]
+    update_worker.close()
+
+
+def test_the_worker_sleeps_while_the_computing_thread_does_it_all(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    class Calls(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(updaters.threading, "Condition", Calls)
+    update_worker = make(shares_cores=True)
+    try:
+        for number in range(50):
+            update_worker.submit(Job(log, str(number)))
+        assert [is_main for _, is_main in log] == [True] * 50
+        assert looks <= 2
+    finally:
+        update_worker.close()
+
+
+def test_whoever_waits_is_told_that_it_was_closed_also_between_two_jobs(log: list[tuple[str, bool]]) -> None:
+    update_worker = make(shares_cores=True)
+    job = Job(log, "late", is_ready=False)
+    update_worker._is_running = True  # somebody works all the time, so that the worker does not step in
+    update_worker.submit(job)
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            update_worker.drain()
+        except EngineClosedError as error:
+            found.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    update_worker.close()
+    waiter.join(SECONDS)
+    assert not waiter.is_alive()
+    assert len(found) == 1
+    assert log == []
+
+
+def test_the_worker_stays_away_while_the_computing_thread_comes_by_in_vain(
+    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 0.2)
+    update_worker = make(shares_cores=True)
+    try:
+        update_worker.submit(Job(log, "late", is_ready=False))
+        for _ in range(30):
+            time.sleep(0.02)
+            update_worker.help()
+        assert log == []
+        update_worker.drain()
+        assert log == [("late", False)]
+    finally:
+        update_worker.close()

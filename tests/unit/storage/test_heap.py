@@ -1,0 +1,140 @@
+"""When the heap is trimmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_infinity.storage import heap
+from zero_infinity.storage.buffer_pool import BufferPool
+from zero_infinity.storage.heap import HeapWatch
+
+MIB = 1 << 20
+
+
+class Heap:
+    """A heap of a given size, of which a given part is in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = self.used = 100 * MIB
+        self.num_trims = 0
+        monkeypatch.setattr(heap, "trim_heap", self.trim)
+        monkeypatch.setattr(HeapWatch, "_resident_bytes", lambda _: self.size)
+
+    def trim(self) -> None:
+        self.num_trims += 1
+        self.size = self.used
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Heap:
+    return Heap(monkeypatch)
+
+
+def watch(budget: int = 64 * MIB) -> HeapWatch:
+    return HeapWatch(BufferPool(budget))
+
+
+def test_what_was_in_use_once_is_left_alone(memory: Heap) -> None:
+    watched = watch()
+    for size in (100, 300, 150, 300, 100):
+        memory.size = memory.used = size * MIB
+        watched.look()
+    num_trims = memory.num_trims
+    memory.size = 307 * MIB  # less than an eighth of the budget more
+    watched.look()
+    assert memory.num_trims == num_trims == 1
+
+
+def test_holes_are_given_back_and_come_to_no_more_than_an_eighth_of_the_budget(memory: Heap) -> None:
+    watched = watch()
+    largest = 0
+    for _ in range(100):
+        memory.size += MIB
+        watched.look()
+        largest = max(largest, memory.size)
+    assert memory.num_trims == 100 // 9
+    assert largest <= 108 * MIB
+
+
+def test_holes_among_many_activations_are_left_alone_up_to_half_of_these(memory: Heap) -> None:
+    watched = watch()
+    memory.size = memory.used = 900 * MIB  # 800 of them since the watch began
+    watched.look()
+    num_trims = memory.num_trims
+    memory.size = 1300 * MIB
+    watched.look()
+    assert memory.num_trims == num_trims
+    memory.size += MIB
+    watched.look()
+    assert memory.num_trims == num_trims + 1
+
+
+def test_a_model_that_needs_more_is_not_trimmed_for_ever(memory: Heap) -> None:
+    watched = watch()
+    memory.size = memory.used = 200 * MIB
+    for _ in range(100):
+        watched.look()
+    assert memory.num_trims == 1
+
+
+def test_small_budgets_do_not_trim_for_a_few_pages(memory: Heap) -> None:
+    watched = watch(budget=MIB)
+    memory.size += 3 * MIB
+    watched.look()
+    assert memory.num_trims == 0
+
+
+def test_real_holes_are_given_back() -> None:
+    import torch
+
+    watched = watch(budget=MIB)
+    layers = [torch.ones(64 * 1024) for _ in range(400)]  # 100 MiB, in pieces that the heap is used for
+    kept = layers[::40]
+    full = watched._resident_bytes()
+    watched._needed = 0
+    del layers
+    watched.look()
+    assert watched._resident_bytes() < full - 60 * MIB
+    assert all(bool(layer.eq(1).all()) for layer in kept)
+
+
+def test_memory_that_a_step_frees_is_there_for_the_next_one_without_page_faults() -> None:
+    import resource
+
+    import torch
+
+    watch(budget=MIB)
+
+    def step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(size * MIB // 4) for size in (1, 40, 30, 20, 60)]
+        tensors.clear()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    step()
+    assert min(step() for _ in range(3)) < 1000  # of 38,656 pages
+
+
+def test_what_a_model_took_before_it_moved_is_not_counted_as_needed(memory: Heap) -> None:
+    memory.size = memory.used = 900 * MIB
+    watched = watch()
+    memory.used = 100 * MIB
+    watched.begin_anew()
+    assert memory.size == 100 * MIB
+    memory.size = 120 * MIB
+    watched.look()
+    assert memory.size == 100 * MIB
+
+
+def test_a_watch_keeps_no_file_open_when_it_is_closed() -> None:
+    import os
+
+    watched = watch()
+    assert watched._resident_bytes() > 0
+    descriptor = watched._statm
+    assert descriptor is not None
+    watched.close()
+    watched.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    watched.look()
