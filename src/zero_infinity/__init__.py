@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.api import synchronize as synchronize
     from zero_infinity.config import Config as Config
     from zero_infinity.config import ConfigWarning as ConfigWarning
+    from zero_infinity.engine_stats import Stats as Stats
     from zero_infinity.errors import CapacityError as CapacityError
     from zero_infinity.errors import CheckpointError as CheckpointError
     from zero_infinity.errors import ConfigError as ConfigError
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
     from zero_infinity.errors import TransferError as TransferError
     from zero_infinity.errors import UsageError as UsageError
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
-    from zero_infinity.stats import Stats as Stats
     from zero_infinity.tiers.accelerator import EmulatedAccelerator as EmulatedAccelerator
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ _EXPORTS = {
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
     "ZeroInfinityError",
     "tiers.accelerator": "EmulatedAccelerator",
-    "stats": "Stats",
+    "engine_stats": "Stats",
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

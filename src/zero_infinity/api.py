@@ -27,12 +27,12 @@ from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit
 from zero_infinity.engine import TrainingEngine
+from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.parameter_store import ParameterStore, store_of
 from zero_infinity.params.unit import ManagedParameter
-from zero_infinity.stats import Stats
 from zero_infinity.tiers.accelerator import ComputeDevice, TorchAccelerator
 
 Model = TypeVar("Model", bound=nn.Module)

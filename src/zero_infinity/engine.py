@@ -27,6 +27,7 @@ from zero_infinity.comm.channels import START, Channels, connect
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.comm.reduce_scatter import ReduceScatter
 from zero_infinity.config import Config
+from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.model_layout import is_copied, plan_layout
@@ -47,7 +48,6 @@ from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.unit import ManagedParameter, Unit, refuse_shared_memory
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.run_trace import BACKWARD, STEP
-from zero_infinity.stats import Stats
 from zero_infinity.tiers.accelerator import ComputeDevice, CpuDevice, DeviceMemory
 from zero_infinity.tiers.device_cache import DeviceCache, UnitSource
 from zero_infinity.tiers.host_cache import SpareBytes

@@ -27,11 +27,11 @@ from zero_infinity import api
 from zero_infinity.cli import bench_ranks, bench_variant
 from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
 from zero_infinity.config import Config
+from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import ZeroInfinityError
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.models.text import ByteBatches, standard_library
-from zero_infinity.stats import Stats
 from zero_infinity.tiers.accelerator import EmulatedAccelerator
 
 _POLL_SECONDS = 0.0005

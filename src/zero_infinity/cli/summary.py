@@ -10,7 +10,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.stats import Stats
+from zero_infinity.engine_stats import Stats
 from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
 # What a 1 TB consumer drive is warranted for: bytes written in its life (JEDEC's TBW).

@@ -28,11 +28,11 @@ from zero_infinity.cli.ranks import Ranks
 from zero_infinity.cli.signals import SignalWatch
 from zero_infinity.cli.summary import RankFigures, Summary, figures_of, summarize
 from zero_infinity.config import Config
+from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.models import hugging_face, text
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
-from zero_infinity.stats import Stats
 from zero_infinity.units import format_bytes, format_count
 
 _DEFAULT_SEQ = 256  # of a Hugging Face model
