@@ -22,7 +22,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.params import module_hooks, offloaded_param
 from zero_infinity.params.parameter_store import ParameterStore, budget_of
 from zero_infinity.params.precision import Precision, precision_of
-from zero_infinity.params.unit import ManagedParameter, Unit, make_unit, manageable
+from zero_infinity.params.unit import ManagedParameter, Unit, make_unit, manageable, own_parameters
 from zero_infinity.policy.memory_budget import Home, home_while_building, room_while_building
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.heap import trim_heap
@@ -144,7 +144,7 @@ class DeferredInit:
             return
         for module in child.modules():
             self._open.pop(module, None)
-            own = {name: p for name, p in module._parameters.items() if p is not None and not nn.parameter.is_lazy(p)}
+            own = {name: p for name, p in own_parameters(module).items() if not nn.parameter.is_lazy(p)}
             self._close(module, {n: p for n, p in own.items() if offloaded_param.managed(p) is None and manageable(p)})
 
     def _close_all_but_last(self) -> None:
@@ -165,9 +165,10 @@ class DeferredInit:
 
     def _close(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        own = own_parameters(module)
         for name, parameter in parameters.items():
             # It may have been replaced meanwhile, or be managed by now under another name.
-            if module._parameters.get(name) is parameter and offloaded_param.managed(parameter) is None:
+            if own.get(name) is parameter and offloaded_param.managed(parameter) is None:
                 by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
         for dtype, members in by_dtype.items():
             self._move_in(type(module).__name__, members, dtype)

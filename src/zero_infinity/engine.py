@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity._torch import current_graph_task_id, no_torch_function, order_of_norms
 from zero_infinity.activations import recompute
 from zero_infinity.activations.activation_storage import ActivationStorage, BlockActivationStorage
 from zero_infinity.activations.arena import ActivationArena
@@ -335,7 +336,7 @@ class TrainingEngine:
         """In place of `GradientFlow.on_read` when there is a record of the run."""
         self.gradients.on_read(unit)
         if self._run_trace is not None:
-            if torch._C._current_graph_task_id() >= 0:
+            if current_graph_task_id() >= 0:
                 self._run_trace.begin(BACKWARD)
             self._run_trace.computing(unit.name)
 
@@ -430,7 +431,7 @@ class TrainingEngine:
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
-        with held(), torch._C.DisableTorchFunctionSubclass():
+        with held(), no_torch_function():
             self.gradients.discard()
             if set_to_none:
                 self.gradients.seen.clear()
@@ -463,7 +464,7 @@ class TrainingEngine:
 
     def _take_hand_made_gradients(self) -> None:
         """Gradients that the user put on parameters himself."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             found = [(m, p.grad) for p, m in self._managed.items() if p.grad is not None and m.group is not None]
             for managed, _ in found:
                 managed.parameter.grad = None
@@ -634,9 +635,8 @@ def _clip_factors(
     if not norms:
         return torch.tensor(0.0), ()
     # torch adds them up by dtype, in an order of its own, which decides about the last bit.
-    kinds: list[torch.Tensor | None] = [torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in norms]
-    groups = torch._C._group_tensors_by_device_and_dtype([kinds], True)
-    ordered = [norms[number][1] for _, numbers in groups.values() for number in numbers]
+    kinds = [torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in norms]
+    ordered = [norms[number][1] for number in order_of_norms(kinds)]
     norm = torch.linalg.vector_norm(torch.stack(ordered))
     return norm, (torch.clamp(max_norm / (norm + 1e-6), max=1.0),)
 

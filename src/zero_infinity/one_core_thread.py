@@ -19,11 +19,13 @@ import ctypes
 
 import torch
 
+from zero_infinity._torch import libtorch_path
+
 
 def use_one_core() -> None:
     """The calling thread's operations run on one core from now on; nothing changes for other threads."""
     torch.get_num_threads()  # asks, so that what follows stays
     # Symbols of a library are also looked for in those that it needs, whichever OpenMP that is.
-    set_num_threads = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    set_num_threads = getattr(ctypes.CDLL(libtorch_path()), "omp_set_num_threads", None)
     if set_num_threads is not None:  # there are builds of torch without OpenMP
         set_num_threads(1)

@@ -19,8 +19,8 @@ from collections import deque
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
 from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage
 from zero_infinity.activations.replicas import Replicas
 from zero_infinity.config import ConfigWarning
@@ -93,7 +93,7 @@ class ActivationOffload:
         """Keep what is saved; None when it had better stay where it is. `is_input`: of a recomputed block."""
         if not _is_plain(tensor):
             return None
-        root = tensor._base if tensor._base is not None else tensor
+        root = root_of(tensor)
         whole, mine = _extent(root), _extent(tensor)
         if len(whole) < _SMALL_BYTES or mine.overlap(whole.start, whole.stop) != mine:
             return None
@@ -103,7 +103,7 @@ class ActivationOffload:
             self._collect()
             # The storage tells whether the root is still the same one: torch's tensors do not bear weak references.
             storage = root.untyped_storage()
-            key = (storage._cdata, id(root), tensor._version, whole)
+            key = (storage_id(storage), id(root), version_of(tensor), whole)
             known = self._known.get(key)
             kept = known[1]() if known is not None and known[0]() is storage else None
             if kept is None:
@@ -215,7 +215,7 @@ def _bytes_of(root: torch.Tensor, extent: Span) -> torch.Tensor:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor over memory of its own, and nothing more."""
-    if type(tensor) is not torch.Tensor or isinstance(tensor, nn.Parameter) or is_functorch_wrapped_tensor(tensor):
+    if type(tensor) is not torch.Tensor or isinstance(tensor, nn.Parameter) or is_func_tensor(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False

@@ -20,16 +20,23 @@ A block is left alone in eval mode, without gradients, and where somebody recomp
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C import _autograd
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from zero_infinity._torch import (
+    call_of,
+    current_graph_task_id,
+    own_buffers,
+    replace_call,
+    saved_tensor_hooks_allowed,
+    tree_flatten,
+    tree_unflatten,
+)
 from zero_infinity.activations.block_finder import Stack, find_stacks
 from zero_infinity.config import Config
 from zero_infinity.params.dynamo import not_compiled
@@ -49,7 +56,7 @@ def find_blocks(model: nn.Module, config: Config) -> Stack:
 def attach(blocks: Stack, unsharder: Unsharder | None = None) -> None:
     """Let these blocks be computed again in backward, from now on; their inputs are kept by `unsharder`."""
     for block in blocks:
-        block.__dict__["_call_impl"] = Recomputed(block, unsharder)
+        replace_call(block, Recomputed(block, unsharder))
 
 
 class Recomputed(Hook):
@@ -58,7 +65,7 @@ class Recomputed(Hook):
     def __init__(self, block: nn.Module, unsharder: Unsharder | None) -> None:
         self._block = block
         self._unsharder = unsharder
-        self._call: Callable[..., Any] = block._call_impl
+        self._call = call_of(block)
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once that is known
 
     @not_compiled
@@ -99,8 +106,8 @@ class Recomputed(Hook):
         """Copies of the buffers that forward may change."""
         names = self._changing
         if names is None:
-            names = [(m, n) for m in self._block.modules() for n, b in m._buffers.items() if b is not None]
-        found = ((owner, name, owner._buffers[name]) for owner, name in names)
+            names = [(m, n) for m in self._block.modules() for n, b in own_buffers(m).items() if b is not None]
+        found = ((owner, name, own_buffers(owner)[name]) for owner, name in names)
         return [_Buffer(o, n, b, b.detach().clone()) for o, n, b in found if b is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,21 +131,21 @@ class _Buffer(NamedTuple):
     @property
     def has_changed(self) -> bool:
         # By value: a batch norm's kernel does not tell autograd that it changes them.
-        now = self.owner._buffers.get(self.name)
+        now = own_buffers(self.owner).get(self.name)
         return now is not self.buffer or not torch.equal(self.before, self.buffer)
 
 
 @contextmanager
 def _with_buffers(buffers: list[_Buffer]) -> Iterator[None]:
     """Inside, modules have copies of their buffers as they were."""
-    now = [b.owner._buffers.get(b.name) for b in buffers]
+    now = [own_buffers(b.owner).get(b.name) for b in buffers]
     for b in buffers:
-        b.owner._buffers[b.name] = b.before.clone()
+        own_buffers(b.owner)[b.name] = b.before.clone()
     try:
         yield
     finally:
         for b, buffer in zip(buffers, now, strict=True):
-            b.owner._buffers[b.name] = buffer
+            own_buffers(b.owner)[b.name] = buffer
 
 
 def _itself(value: Any) -> Any:
@@ -150,10 +157,10 @@ def _may_checkpoint() -> bool:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     # A forward inside of a backward is somebody's second computation.
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != -1:
         return False
     # torch.func forbids saved-tensor hooks, which the checkpoint consists of.
-    if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if not saved_tensor_hooks_allowed():
         return False
     return getattr(outer_pack(), "__module__", None) != checkpoint.__module__
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero_infinity._torch import persistent_buffers
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.state_records import MASTER, StateRecord
@@ -128,9 +129,8 @@ def contents_of(model: nn.Module, host: ParameterStore, records: Mapping[Unit, S
         else:
             contents.managed[name] = known
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
+        for name, buffer in persistent_buffers(module):
+            contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
     # While a model is built, there are also units of parameters that were replaced (tied) meanwhile.
     units = host.units if host.training is not None else []
     strangers = [p.name for unit in units for p in unit.parameters if p.parameter not in contents.names]

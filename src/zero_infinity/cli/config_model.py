@@ -15,14 +15,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from zero_infinity._torch import FAKE_TENSOR_LOGGER, NEEDS_VALUES, FakeTensorMode
 from zero_infinity.cli.engine_division import find_blocks
 from zero_infinity.errors import ConfigError
 from zero_infinity.models import hugging_face
@@ -33,12 +28,7 @@ from zero_infinity.planner.model_shapes import ModelShape
 _DEFAULT_SEQ = 1024
 _SHORT_SEQ = 32
 # What a forward raises that looks at values: there are none.
-_ASKS_FOR_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-    GuardOnDataDependentSymNode,
-)
+_ASKS_FOR_VALUES = (*NEEDS_VALUES, GuardOnDataDependentSymNode)
 # What it raises for the lack of an input. Whatever else happens is the config's fault.
 _INPUTS_UNKNOWN = (TypeError, ValueError, AttributeError)
 
@@ -132,7 +122,7 @@ def _does_not_work(config: HuggingFaceConfig, error: Exception) -> ConfigError:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """torch logs the whole way to an error in tensors without memory, which is told in one line here."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)
     before = log.disabled
     log.disabled = True
     try:

@@ -157,7 +157,7 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
 def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     from zero_infinity.comm.process_group import find_group

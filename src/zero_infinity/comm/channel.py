@@ -22,8 +22,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import AllToAllOptions
-from torch.distributed import Work
+from torch.distributed import AllToAllOptions, Work
 
 from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError, again
 from zero_infinity.policy.partition import Span

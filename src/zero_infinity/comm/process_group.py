@@ -18,11 +18,11 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore
 
+from zero_infinity._torch import nccl_options, store_of, timeout_of
 from zero_infinity.comm.channel import Channel, GroupConnections, Traffic
 from zero_infinity.errors import DivergenceError, LostRankError, RankError, UsageError
 from zero_infinity.trace import Trace
@@ -63,7 +63,7 @@ class RankGroup:
         self.rank = group.rank()
         self.num_ranks = group.size()
         number = next(_numbers[group.group_name])
-        self._store = PrefixStore(f"zero_infinity/{number}", _get_process_group_store(group))
+        self._store = PrefixStore(f"zero_infinity/{number}", store_of(group))
         self._timeout = _timeout_of(group)
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
@@ -99,10 +99,10 @@ class RankGroup:
                 f"several ranks are not supported on {device.type}: there is no backend to exchange its tensors with\n"
                 "  fix:   one rank, or CUDA"
             )
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
         store = PrefixStore(f"wire/{len(self._channels)} on {device.type}", self._store)
-        return cast(GroupConnections, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
+        return cast(
+            GroupConnections, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, nccl_options(self._timeout))
+        )
 
     def close(self) -> None:
         """Give the connections back."""
@@ -203,10 +203,9 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
     """What the user set for the group, or torch's own."""
     for device in ("cpu", "cuda"):
         try:
-            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return timeout_of(group, torch.device(device))
         except (RuntimeError, AttributeError):
             continue
-        return timeout
     return timedelta(minutes=30)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
+from zero_infinity._torch import call_after_backward, current_graph_task_id, no_torch_function
 from zero_infinity.errors import TornStepError, UsageError
 from zero_infinity.optim.state_records import Chunk, Segment, StateRecord
 from zero_infinity.optim.step_history import StepHistory
@@ -91,7 +92,7 @@ class GradientFlow:
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
         """Autograd has put a gradient on the parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             gradient = parameter.parameter.grad
             parameter.parameter.grad = None
         if gradient is None:
@@ -153,7 +154,7 @@ class GradientFlow:
         return here
 
     def _follow_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == self._graph_task:
             return
         self._graph_task = task
@@ -164,7 +165,7 @@ class GradientFlow:
             self.cycle.begin_backward()
         if self._host_cache.run_trace is not None:
             self._host_cache.run_trace.begin(BACKWARD)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward_done()

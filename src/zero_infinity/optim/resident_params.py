@@ -6,8 +6,6 @@ optimizer keeps them, all as in plain PyTorch.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity._torch import copy_without_step_hooks
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.policy.partition import Span
 
@@ -59,9 +58,7 @@ class ResidentParameters:
         if not self._parameters:
             return
         # A shallow copy shares the states, and has none of the user's hooks, which are called for the whole step.
-        stepper: Any = copy.copy(self._optimizer)
-        stepper._optimizer_step_pre_hooks = OrderedDict()
-        stepper._optimizer_step_post_hooks = OrderedDict()
+        stepper: Any = copy_without_step_hooks(self._optimizer)
         stepper.param_groups = [
             {**group, "params": [p for p in group["params"] if p in self._parameters]}
             for group in self._optimizer.param_groups

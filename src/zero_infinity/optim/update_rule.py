@@ -9,13 +9,13 @@ Scalars of the state (a step count) stay in memory, per parameter; tensors of th
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zero_infinity._torch import copy_without_step_hooks, plain_step
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dynamo import no_compiling
 
@@ -33,13 +33,8 @@ class UpdateRule:
 
     def __init__(self, optimizer: Optimizer) -> None:
         # A shallow copy has the class's own settings but none of the user's step hooks, state or parameters.
-        self._stepper = copy.copy(optimizer)
-        self._stepper._optimizer_step_pre_hooks = OrderedDict()
-        self._stepper._optimizer_step_post_hooks = OrderedDict()
-        self._step = type(optimizer).step
-        if getattr(self._step, "hooked", None):
-            # torch wraps it for profiling and for the hooks, of which there are none: 60 us that a chunk does not need.
-            self._step = getattr(self._step, "__wrapped__", self._step)
+        self._stepper = copy_without_step_hooks(optimizer)
+        self._step = plain_step(type(optimizer))
 
     def apply(
         self,

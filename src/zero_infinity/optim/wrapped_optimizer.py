@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zero_infinity._torch import mark_stepped
 from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import UsageError
 
@@ -79,7 +80,7 @@ class StreamedOptimizer(Optimizer):
             )
         self._engine.step()
         # A scheduler made with the plain optimizer asks it whether it has ever stepped.
-        self._engine.user_optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._engine.user_optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not used. A step has consumed its gradients already."""

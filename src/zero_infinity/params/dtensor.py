@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import all_reduce, get_process_group_ranks
 
+from zero_infinity._torch import dtensor_around, local_tensor, spec_of
 from zero_infinity.errors import UsageError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -36,22 +37,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of it: all, unless it is a DTensor."""
     if not is_distributed(tensor):
         return tensor
-    local: Any = tensor._local_tensor
+    local: Any = local_tensor(tensor)
     # What a collective is still bringing has to be waited for.
     part: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
     return part
 
 
-def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor with this local part."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(local, spec, requires_grad=False)
-
-
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` as the local part of a tensor that is laid out as `parameter`; as it is for a plain one."""
-    return around(local, parameter._spec) if is_distributed(parameter) else local
+    return dtensor_around(local, spec_of(parameter)) if is_distributed(parameter) else local
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,11 @@ thread waits for the compiler.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
+
+from zero_infinity._torch import compile_lock, dynamo_disable, mark_not_compiled
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -30,22 +31,21 @@ def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
     @functools.wraps(function)
     def run(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         if not apart:
-            dynamo = sys.modules.get("torch._dynamo")
-            if dynamo is None or not hasattr(dynamo, "disable"):
+            disable = dynamo_disable()
+            if disable is None:
                 return function(*args, **kwargs)
-            apart.append(dynamo.disable(function, wrapping=False))
+            apart.append(disable(function, wrapping=False))
         result: _Result = apart[0](*args, **kwargs)
         return result
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    run._torchdynamo_disable_msg = "parameters are swapped here"  # type: ignore[attr-defined]
+    mark_not_compiled(run, "parameters are swapped here")
     return run
 
 
 @contextmanager
 def no_compiling() -> Iterator[None]:
     """Inside, no other thread compiles. For what neither waits nor takes long."""
-    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    lock = compile_lock()
     if lock is None or not lock.acquire(timeout=_PATIENCE_SECONDS):
         yield
         return

@@ -15,10 +15,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import nn
-from torch._C import _autograd
 
+from zero_infinity._torch import current_graph_task_id, pop_saved_tensor_hooks, state_dict_pre_hooks
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.params.dynamo import not_compiled
@@ -152,7 +151,7 @@ class ForwardStack:
                 "  fix:   run one forward or backward at a time for each prepared model"
             )
         self._thread = thread
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         if backward < 0:
             while self._entries and self._entries[-1].backward >= 0:
                 self._undo(self._entries.pop())
@@ -183,14 +182,14 @@ class ForwardStack:
 
     def _undo(self, entry: _Entry) -> None:
         # A backward that has ended took the hooks along that were pushed inside of it.
-        if entry.hooks_pushed and entry.backward == torch._C._current_graph_task_id():
-            _autograd._pop_saved_tensors_default_hooks()
+        if entry.hooks_pushed and entry.backward == current_graph_task_id():
+            pop_saved_tensor_hooks()
         self._unsharder.reshard(entry.parameters)
 
 
 def attach_state_hooks(module: nn.Module, unsharder: Unsharder) -> None:
     """Let the module's state_dict hold copies, and its load_state_dict copy into the parameters that are there."""
-    if any(isinstance(hook, CopyStates) for hook in module._state_dict_pre_hooks.values()):
+    if any(isinstance(hook, CopyStates) for hook in state_dict_pre_hooks(module)):
         return
     module.register_state_dict_pre_hook(CopyStates(unsharder, +1))
     module.register_state_dict_post_hook(CopyStates(unsharder, -1))

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from zero_infinity._torch import sequence_number, tree_leaves
 from zero_infinity.params.module_hooks import Hook
 from zero_infinity.params.unit import ManagedParameter, Unit
 
@@ -60,7 +60,7 @@ class ExpertContainer:
 
     def called(self, outputs: Any) -> None:
         made = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        self._made_last = frozenset(node._sequence_nr() for node in made if node is not None)
+        self._made_last = frozenset(sequence_number(node) for node in made if node is not None)
 
 
 class _Enter(Hook):
@@ -152,7 +152,7 @@ def _descends(nodes: Iterable[Any], ancestors: frozenset[int]) -> bool:
     seen: set[int] = set()
     while left:
         node = left.pop()
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if number in ancestors:
             return True
         if number < oldest or number in seen:

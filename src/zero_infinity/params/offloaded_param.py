@@ -25,6 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zero_infinity._torch import (
+    HAS_COMPATIBLE_TYPE,
+    METADATA_GETTERS,
+    METADATA_METHODS,
+    METADATA_SETTERS,
+    no_torch_function,
+    set_local_tensor,
+)
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import local_of
 from zero_infinity.params.dynamo import not_compiled
@@ -69,7 +77,7 @@ def adopt(parameter: ManagedParameter, unsharder: ParameterAccess) -> None:
 
 def reshard(parameter: ManagedParameter) -> None:
     """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
-    with torch._C.DisableTorchFunctionSubclass():  # it may be offloaded already, by whom it moves away from
+    with no_torch_function():  # it may be offloaded already, by whom it moves away from
         point(parameter, parameter.offloaded_data)
     parameter.parameter.__class__ = _as(OffloadedParameter, parameter.plain_class)
 
@@ -84,7 +92,7 @@ def show(parameter: ManagedParameter, data: torch.Tensor, *, watched: bool) -> N
 def point(parameter: ManagedParameter, data: torch.Tensor) -> None:
     """Put `data` in the place of what the parameter points at, past the net."""
     if parameter.is_distributed:
-        parameter.parameter._local_tensor = data  # type: ignore[attr-defined]
+        set_local_tensor(parameter.parameter, data)
     else:
         _SET_DATA(parameter.parameter, data)
 
@@ -113,7 +121,7 @@ def _getters(*names: str) -> set[Any]:
 # Answered from the offloaded parameter itself: its shape, dtype, device and autograd fields are the true ones.
 _METADATA: frozenset[Any] = frozenset(
     _getters(
-        *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "grad_fn", "_version"),
+        *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "grad_fn"),
         *(
             "is_cuda",
             "is_cpu",
@@ -125,16 +133,16 @@ _METADATA: frozenset[Any] = frozenset(
             "is_xpu",
             "is_mps",
         ),
-        *("is_nested", "names", "itemsize", "nbytes", "output_nr", "_backward_hooks", "_post_accumulate_grad_hooks"),
-        *("retains_grad", "_base", "_grad", "_grad_fn", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
+        *("is_nested", "names", "itemsize", "nbytes", "output_nr", *METADATA_GETTERS),
+        *("retains_grad", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia"),
     )
-    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")}
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", *METADATA_SETTERS)}
     | {
         getattr(torch.Tensor, name)
         for name in (
             *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
             *("requires_grad_", "register_hook", "__hash__", "__len__"),
-            *("is_inference", "_is_view", "get_device", "ndimension", "is_same_size"),
+            *("is_inference", *METADATA_METHODS, "get_device", "ndimension", "is_same_size"),
         )
     }
     | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
@@ -142,7 +150,7 @@ _METADATA: frozenset[Any] = frozenset(
 _GRADIENT_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _ONLY_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 # What `nn.Module._apply` asks before it puts a converted tensor, or another parameter, in the place of a parameter.
-_ABOUT_TO_CONVERT = torch._has_compatible_shallow_copy_type
+_ABOUT_TO_CONVERT = HAS_COMPATIBLE_TYPE
 
 
 class OffloadedParameter(nn.Parameter):
@@ -161,13 +169,13 @@ class OffloadedParameter(nn.Parameter):
                 "before zi.prepare, which then leaves the parameter whole"
             )
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 result = func(*args, **keywords)
             if result is None and func == _GET_GRAD:
                 args[0].__dict__[ATTRIBUTE].warn_of_gradient()
             return result
         if func is torch.Tensor.register_post_accumulate_grad_hook:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 handle = func(*args, **keywords)
             # Ours takes the gradient away, so it has to come last.
             args[0].__dict__[ATTRIBUTE].hook_gradient_last()
@@ -186,7 +194,7 @@ class OffloadedParameter(nn.Parameter):
         # The parameter may come by keyword (nn.init, F.layer_norm) or inside a list (_VF.lstm).
         found = list({id(p): p for p in _offloaded_in((args, keywords))}.values())
         if not found:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 return func(*args, **keywords)
         for tiled in found:
             if tiled.tiled_use is not None:
@@ -316,7 +324,7 @@ def _offloaded_in(value: Any) -> Iterator[ManagedParameter]:
 def _with_edges(value: Any) -> Any:
     """The same with each offloaded parameter replaced by its edge in the graph."""
     if isinstance(value, OffloadedParameter):
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return torch.autograd.graph.get_gradient_edge(value)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_with_edges(item) for item in value)
@@ -328,7 +336,7 @@ def _with_edges(value: Any) -> Any:
 def check_same_kind(parameter: ManagedParameter, data: torch.Tensor) -> None:
     """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
     cell = parameter.cell
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         data = local_of(data)
         old = (cell.dtype, cell.device, parameter.shape)
         new = (data.dtype, data.device, data.shape)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from zero_infinity._torch import NormWithStatistics
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
 
@@ -68,7 +68,7 @@ def computes_with_buffers(module: nn.Module) -> bool:
     Running statistics stay as the user made them, and torch normalises 16-bit inputs with float32 statistics only when
     weight and bias are float32, too.
     """
-    return isinstance(module, _NormBase) and module.running_mean is not None
+    return isinstance(module, NormWithStatistics) and module.running_mean is not None
 
 
 @functools.cache

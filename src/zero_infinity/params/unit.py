@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero_infinity._torch import no_torch_function, version_of
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import is_distributed, local_of
 from zero_infinity.policy.partition import NOTHING, ONE_RANK, Sharding, Span
@@ -130,14 +131,14 @@ class ManagedParameter:
     def version(self) -> int:
         """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
         related = [self, *self.tiles, *([self.whole] if self.whole is not None else [])]
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter._version + sum(one.num_changes for one in related)
+        with no_torch_function():
+            return version_of(self.parameter) + sum(one.num_changes for one in related)
 
     def hook_gradient_last(self) -> None:
         """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
         if self.gradient_hook is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             if self.gradient_hook_handle is not None:
                 self.gradient_hook_handle.remove()
             trained = self.parameter.requires_grad
@@ -301,13 +302,19 @@ def manageable(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.layout is torch.strided and local_of(parameter).numel() > 0
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are registered on the module itself, by name; one may have several names."""
+    # A model's class may override `named_parameters`.
+    return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
+
+
 def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tuple[str, nn.Parameter]]]]:
     """Each module that owns parameters with its name and those (each parameter once, at its first owner)."""
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         own = []
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen and manageable(parameter):
+        for name, parameter in own_parameters(module).items():
+            if id(parameter) not in seen and manageable(parameter):
                 seen.add(id(parameter))
                 own.append((f"{module_name}.{name}" if module_name else name, parameter))
         if own:

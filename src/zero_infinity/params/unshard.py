@@ -20,14 +20,26 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C import _autograd
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from zero_infinity._torch import (
+    dtensor_around,
+    is_func_tensor,
+    local_tensor,
+    negated_view,
+    no_torch_function,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+    spec_of,
+    storage_id,
+    top_saved_tensor_hooks,
+    version_of,
+)
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held, through
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.disable_modes import ordinary_tensors
-from zero_infinity.params.dtensor import around, is_distributed, local_of
+from zero_infinity.params.dtensor import is_distributed, local_of
 from zero_infinity.params.unit import ManagedParameter, Unit
 
 # Dead storages that may be remembered beyond as many as are alive.
@@ -60,7 +72,7 @@ class SavedHandle:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The saved tensor in its unit's elements."""
         local = self._part_of(flat)
-        return local if self.spec is None else around(local, self.spec)
+        return local if self.spec is None else dtensor_around(local, self.spec)
 
     def _part_of(self, flat: torch.Tensor) -> torch.Tensor:
         if self.kind is None:
@@ -68,7 +80,7 @@ class SavedHandle:
         dtype, conjugated, negated = self.kind
         tensor = flat.view(dtype).as_strided(self.size, self.stride, self.offset)
         tensor = tensor.conj() if conjugated else tensor
-        return torch._neg_view(tensor) if negated else tensor
+        return negated_view(tensor) if negated else tensor
 
 
 class Restorable(Protocol):
@@ -90,14 +102,14 @@ class _InPlace:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             # A node that saves its own output and gets it back would keep itself alive, out of the collector's sight.
             self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-            self._version = tensor._version
+            self._version = version_of(tensor)
 
     def restore(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            version = self._tensor._version
+        with no_torch_function():
+            version = version_of(self._tensor)
         if version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -156,7 +168,7 @@ class Unsharder:
         if len(self._storages) >= self._forget_dead_at:
             self._storages = {a: known for a, known in self._storages.items() if known[0]() is not None}
             self._forget_dead_at = 2 * len(self._storages) + _DEAD_STORAGES
-        self._storages[storage._cdata] = (weakref.ref(storage), unit)
+        self._storages[storage_id(storage)] = (weakref.ref(storage), unit)
 
     def unshard(self, parameters: Sequence[ManagedParameter], *, watched: bool = False) -> None:
         """Show these parameters their values: all, or (an error, an interrupt) none.
@@ -208,7 +220,7 @@ class Unsharder:
                 return result
             finally:
                 if pushed:
-                    _autograd._pop_saved_tensors_default_hooks()
+                    pop_saved_tensor_hooks()
                 self.reshard(parameters)
 
     def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
@@ -255,7 +267,7 @@ class Unsharder:
         if parameter.num_unshards == 1:
             with ordinary_tensors():
                 offloaded_param.show(parameter, parameter.of(unit.flat), watched=watched)
-                parameter.unsharded_version = parameter.parameter._version
+                parameter.unsharded_version = version_of(parameter.parameter)
                 if put_there is not None:
                     offloaded_param.show(parameter, put_there, watched=watched)
                     self._keep_edits(parameter)
@@ -268,7 +280,7 @@ class Unsharder:
                 f"parameter {parameter.name!r} was written to while it was offloaded_param, past the safety net\n"
                 "  fix:   edit parameters inside zi.gathered([...])"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             if local_of(parameter.parameter).data_ptr() == cell.data_ptr():
                 return None
             offloaded_param.check_same_kind(parameter, parameter.parameter)
@@ -280,12 +292,12 @@ class Unsharder:
         data = offloaded_param.data_of(parameter)
         if unit.flat is None:
             return
-        if data.untyped_storage()._cdata != unit.flat.untyped_storage()._cdata:
+        if storage_id(data.untyped_storage()) != storage_id(unit.flat.untyped_storage()):
             parameter.of(unit.flat).copy_(data)
             offloaded_param.point(parameter, parameter.of(unit.flat))
             # What was saved for backward before may have been a view of the old tensor.
             parameter.num_changes += 1
-        elif parameter.parameter._version == parameter.unsharded_version:
+        elif version_of(parameter.parameter) == parameter.unsharded_version:
             return
         self.keep(parameter)
 
@@ -296,30 +308,30 @@ class Unsharder:
             # The master copy first: it takes all bits, what is stored may not.
             self.on_edit(parameter, unit.flat)
             unit.the_source().keep(parameter, unit.flat)
-            parameter.unsharded_version = parameter.parameter._version
+            parameter.unsharded_version = version_of(parameter.parameter)
 
     # ------------------------------------------------------------------ saved tensors
 
     def push_hooks(self) -> bool:
         """Put our saved-tensor hooks on top, unless they are there or hooks are forbidden (torch.func)."""
-        if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not saved_tensor_hooks_allowed():
             return False
-        outer = _autograd._top_saved_tensors_default_hooks(True)
+        outer = top_saved_tensor_hooks()
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
         if owner is self or (isinstance(owner, _ComposedHooks) and owner.unsharder is self):
             return False
         if outer is None:
-            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            push_saved_tensor_hooks(self._pack, self._unpack)
         else:
             composed = _ComposedHooks(self, outer[0], outer[1])
-            _autograd._push_saved_tensors_default_hooks(composed.pack, composed.unpack)
+            push_saved_tensor_hooks(composed.pack, composed.unpack)
         return True
 
     def handle_for(self, tensor: torch.Tensor) -> SavedHandle | None:
         """A handle when `tensor` lies in a unit's memory."""
         # The tensor is often the parameter itself: its shape and place are asked for past the net.
-        with torch._C.DisableTorchFunctionSubclass():
-            spec = tensor._spec if is_distributed(tensor) else None
+        with no_torch_function():
+            spec = spec_of(tensor) if is_distributed(tensor) else None
             unit = self._unit_of(tensor)
             if unit is not None:
                 local = local_of(tensor)
@@ -342,11 +354,11 @@ class Unsharder:
     def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit in whose memory `tensor` (of a DTensor: its local part) lies."""
         if is_distributed(tensor):
-            tensor = tensor._local_tensor
-        if not self._storages or tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
+            tensor = local_tensor(tensor)
+        if not self._storages or tensor.layout is not torch.strided or is_func_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
-        found = self._storages.get(storage._cdata)
+        found = self._storages.get(storage_id(storage))
         # A dead storage's address is used again at once by another tensor.
         return found[1] if found is not None and found[0]() is storage else None
 
@@ -383,7 +395,7 @@ class Unsharder:
             finally:
                 self.num_keeping -= 1
                 if pushed:
-                    _autograd._pop_saved_tensors_default_hooks()
+                    pop_saved_tensor_hooks()
 
     def _unpack(self, packed: SavedHandle | Restorable) -> torch.Tensor:
         return self.restore(packed) if isinstance(packed, SavedHandle) else packed.restore()
@@ -412,8 +424,8 @@ class _ComposedHooks:
 
 def outer_pack() -> Callable[..., Any] | None:
     """Who packs the tensors that autograd saves now, beside ourselves."""
-    top = _autograd._top_saved_tensors_default_hooks(True)
-    pack: Callable[..., Any] | None = top[0] if top is not None else None
+    top = top_saved_tensor_hooks()
+    pack = top[0] if top is not None else None
     while isinstance(owner := getattr(pack, "__self__", None), _ComposedHooks):
         pack = owner.outer_pack
     return pack

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from zero_infinity._torch import flops_by_operator, storage_id
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner.model_shapes import OUTSIDE, ModelShape, OperatorShape
 
@@ -37,10 +38,7 @@ def _experts_flops(rows: _Shape, weights: _Shape, *_: Any, **__: Any) -> int:
 
 _Shape = Sequence[int]
 # Operations that torch's counter does not know (2.13): attention as the CPU does it, and experts.
-_UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._grouped_mm: _experts_flops,
-}
+_UNCOUNTED = flops_by_operator(_attention_flops, _experts_flops)
 
 
 def describe(
@@ -157,7 +155,7 @@ class Stopwatch:
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._starter(self.forward, name)))
-            if module._parameters:
+            if any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_hook(self._follower(name)))
 
     def _starter(self, phase: dict[str, float], name: str) -> Callable[..., None]:
@@ -203,7 +201,7 @@ class _Watch:
         self._inputs: list[int] = []  # elements of each block's input
         self._stack: list[str] = [""]
         self._entered: set[str] = set()
-        self._storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._storages = {storage_id(parameter.untyped_storage()) for parameter in model.parameters()}
         self._seen: set[int] = set()
         self._handles = []
         for name, module in model.named_modules():
@@ -241,7 +239,7 @@ class _Watch:
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd keeps this: count it, unless it is a parameter or was counted before."""
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_id(tensor.untyped_storage())
         if storage not in self._storages and storage not in self._seen:
             self._seen.add(storage)
             self.saved_bytes[self._stack[-1]] += tensor.numel() * tensor.element_size()

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from zero_infinity._torch import num_storage_uses
 from zero_infinity.storage.buffer_pool import Buffer, BufferPool
 
 
@@ -173,14 +174,13 @@ class _TorchDeviceMemory:
     def __init__(self, base: torch.Tensor) -> None:
         self._base: torch.Tensor | None = base
         # What the base tensor and its wrapper themselves count for.
-        self._own_uses = torch._C._storage_Use_Count(base.untyped_storage()._cdata)
+        self._own_uses = num_storage_uses(base)
 
     @property
     def leases(self) -> int:
         if self._base is None:
             return 0
-        uses: int = torch._C._storage_Use_Count(self._base.untyped_storage()._cdata)
-        return uses - self._own_uses
+        return num_storage_uses(self._base) - self._own_uses
 
     def tensor(self) -> torch.Tensor:
         if self._base is None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
+from zero_infinity._torch import no_torch_function, without_storage
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dynamo import not_compiled
 from zero_infinity.params.unit import ManagedParameter
@@ -71,7 +72,7 @@ class LazyLogits(torch.Tensor):
     ) -> Any:
         keywords = dict(kwargs or {})
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 return func(*args, **keywords)
         lazily = _LAZILY.get(func)
         if lazily is not None and isinstance(args[0], LazyLogits) and args[0].whole is None:
@@ -107,7 +108,7 @@ def _lazy(hidden: torch.Tensor, projection: Projection, dtype: torch.dtype) -> L
 
 
 def _wrap(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+    return without_storage(LazyLogits, shape, dtype=dtype, device=device)
 
 
 class _Lazy(torch.autograd.Function):

@@ -18,11 +18,13 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+from zero_infinity._torch import has_gradient_hooks, no_torch_function
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.precision import Precision
-from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit
+from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit, own_parameters
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.policy.sizes import round_up
@@ -65,7 +67,7 @@ def find_tileable(model: nn.Module) -> dict[nn.Parameter, bool]:
     # Tables of positions are embeddings, too: words are those of which there are most.
     num_words = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = own_parameters(module).get("weight")
         if weight is not None and is_tileable(module, weight):
             makes_logits = isinstance(module, nn.Linear) and module.out_features == num_words
             found[weight] = found.get(weight, False) or makes_logits
@@ -101,7 +103,7 @@ def _number(built: ManagedParameter) -> str:
 def _does_with_tiles(module: nn.Module) -> bool:
     """Whether its forward is one operation with the weight that can be done in tiles, and nobody has changed that."""
     forward = type(module).forward
-    if "forward" in module.__dict__ or "parametrizations" in module._modules:
+    if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return False
     # Attention takes the weight of its output projection and does not call the layer.
     if forward is nn.Linear.forward:
@@ -115,8 +117,8 @@ def _does_with_tiles(module: nn.Module) -> bool:
 
 
 def _may_be_cut(weight: nn.Parameter) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    with no_torch_function():
+        hooked = has_gradient_hooks(weight)
     if (
         is_distributed(weight)
         or weight.dim() != 2

@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch._C import _autograd
 from torch.autograd.function import once_differentiable
 
+from zero_infinity._torch import inside_func_transform, keeps_graph, will_execute_node
 from zero_infinity.interrupts import held
 from zero_infinity.params.disable_modes import ordinary_tensors
 from zero_infinity.params.unit import ManagedParameter
@@ -57,7 +57,7 @@ class TiledWeight:
         self.make_logits: Callable[[TiledWeight, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if inside_func_transform():
             return NotImplemented
         function = _FUNCTIONS.get(func) or edit_by(func)
         return NotImplemented if function is None else function(self, *args, **keywords)
@@ -145,7 +145,7 @@ class Saved:
         if handle is None:
             raise RuntimeError("Trying to backward through the graph a second time: its saved values were freed")
         result = self._use.with_tile(self._use.tiles[number], work, handle)
-        if not _autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             self._handles[number] = None
         return result
 
@@ -160,7 +160,7 @@ class WeightGradient:
         self._taker = use.trainer if use.whole.group is not None else None
         if self.is_wanted and self._taker is not None:
             try:
-                self.is_wanted = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+                self.is_wanted = will_execute_node(ctx.next_functions[1][0])
             except RuntimeError:
                 self._taker = None  # torch.autograd.grad(..., weight)
 
