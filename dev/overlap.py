@@ -16,37 +16,35 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity import engine
+from zero_infinity import api
+from zero_infinity.cli.bench_variant import PolicyWithoutPrefetch, slow_drive
+from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
-from zero_infinity.params import parameter_store
-from zero_infinity.policy import memory_budget
-from zero_infinity.storage.striped_files import FileDevice
-from zero_infinity.storage.throttled_device import ThrottledDevice
 
 WARM_UP = 3  # the first steps record the order
 
 
-def build(args: argparse.Namespace, config: zi.Config, lookahead: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    shares = (engine._LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE)
+def build(
+    args: argparse.Namespace, config: zi.Config, parts: EngineParts, lookahead: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     if not lookahead:
-        engine._LOOKAHEAD_SHARE = memory_budget._LOOKAHEAD_SHARE = 0
-    try:
-        torch.manual_seed(0)
-        model = ByteGPT(Shape(layers=args.layers, hidden=args.hidden, heads=4, seq=args.seq))
-        num_bytes = sum(p.nbytes for p in model.parameters())
-        place = None
-        if args.slow == "link":
-            place = zi.EmulatedAccelerator(num_bytes // 2, bytes_per_second=args.bandwidth * 1e6)
-        return zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config, accelerator=place)
-    finally:
-        engine._LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE = shares
+        parts = replace(parts, make_policy=PolicyWithoutPrefetch)
+    torch.manual_seed(0)
+    model = ByteGPT(Shape(layers=args.layers, hidden=args.hidden, heads=4, seq=args.seq))
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    place = None
+    if args.slow == "link":
+        place = zi.EmulatedAccelerator(num_bytes // 2, bytes_per_second=args.bandwidth * 1e6)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return api.prepare_with(parts, model, optimizer, config, accelerator=place)
 
 
 def step(
@@ -78,13 +76,14 @@ def main() -> None:
     parser.add_argument("--memory", default="16MiB", help="of a rank, with --slow drive")
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    parts = DEFAULT_PARTS
     with tempfile.TemporaryDirectory(dir=".") as directory:
         if args.slow == "drive":
-            parameter_store.FileDevice = lambda paths: ThrottledDevice(FileDevice(paths), args.bandwidth * 1e6)  # type: ignore[misc, assignment]
+            parts = EngineParts(slow_drive(args.bandwidth * 1e6))
             config = zi.Config(memory=args.memory, nvme=directory, stage=3)
         else:
             config = zi.Config(memory="256MiB", stage=3)
-        models = {"prefetch": build(args, config, True), "no lookahead": build(args, config, False)}
+        models = {"prefetch": build(args, config, parts, True), "no lookahead": build(args, config, parts, False)}
         seconds: dict[str, list[float]] = {name: [] for name in models}
         waited: dict[str, list[float]] = {name: [] for name in models}
         for number in range(WARM_UP + args.steps):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit
 from zero_infinity.engine import TrainingEngine
+from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
@@ -55,6 +56,28 @@ def prepare(
     part of the inputs of recomputed blocks.
     `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
     """
+    return prepare_with(
+        DEFAULT_PARTS,
+        model,
+        optimizer,
+        config,
+        accelerator=accelerator,
+        group=group,
+        activation_group=activation_group,
+    )
+
+
+def prepare_with(
+    parts: EngineParts,
+    model: Model,
+    optimizer: Optimizer,
+    config: Config | None = None,
+    *,
+    accelerator: ComputeDevice | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    activation_group: ProcessGroup | DeviceMesh | None = None,
+) -> tuple[Model, StreamedOptimizer]:
+    """Internal: `prepare` with parts of the engine replaced. A model from `init_with` keeps the parts given there."""
     if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _stores(model)):
         raise UsageError(
             "this model, or another one from the same zi.init, is prepared already\n"
@@ -63,21 +86,31 @@ def prepare(
     config = config or Config()
     place = accelerator or _find_accelerator()
     replicas = find_group(activation_group) if activation_group is not None else None
-    engine = TrainingEngine(model, optimizer, config, place, find_group(group), replicas)
+    ranks = find_group(group, parts.make_traffic)
+    engine = TrainingEngine(model, optimizer, config, place, ranks, replicas, parts)
     if place is not None:
         for tensor in (*model.buffers(), *(p for p in model.parameters() if managed(p) is None)):
             tensor.data = tensor.data.to(place.device)
     return model, StreamedOptimizer(engine, optimizer)
 
 
-@contextmanager
-def init(config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
+def init(
+    config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None
+) -> AbstractContextManager[None]:
     """Inside, models are built with their parameters on the tiers of `config`: they never exist whole in memory.
 
     Values are those of a plain construction with the same seed. Give the same config to `prepare` afterwards.
     Of the ranks of `group` (or of the default group) each keeps its part; all have to seed alike.
     """
-    construction = DeferredInit(config or Config(), find_group(group))
+    return init_with(DEFAULT_PARTS, config, group=group)
+
+
+@contextmanager
+def init_with(
+    parts: EngineParts, config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None
+) -> Iterator[None]:
+    """Internal: `init` with parts of the engine replaced; `prepare` then uses the same ones."""
+    construction = DeferredInit(config or Config(), find_group(group, parts.make_traffic), parts)
     handles = (
         register_module_parameter_registration_hook(construction),
         register_module_module_registration_hook(construction.registered),

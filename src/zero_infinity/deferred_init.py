@@ -18,6 +18,7 @@ from torch import nn
 
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
+from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.errors import CapacityError
 from zero_infinity.params import module_hooks, offloaded_param
 from zero_infinity.params.parameter_store import ParameterStore, budget_of
@@ -41,8 +42,8 @@ _under_way: list[DeferredInit] = []
 class DeferredInit:
     """Moves parameters into a host while a model is built. Also the hook that torch calls at each registration."""
 
-    def __init__(self, config: Config, ranks: RankGroup | None) -> None:
-        self._host = ParameterStore(config, ranks, budget_of(config, ranks))
+    def __init__(self, config: Config, ranks: RankGroup | None, parts: EngineParts = DEFAULT_PARTS) -> None:
+        self._host = ParameterStore(config, ranks, budget_of(config, ranks), parts)
         self._cache: DeviceCache | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._budget = self._host.store.pool.budget  # for blocks
@@ -79,7 +80,8 @@ class DeferredInit:
         self._host.store.pool.charge(budget)
         self._budget -= budget
         self._host.host_cache.limit(self._budget, 0)
-        cache = DeviceCache(self._host.host_cache, CpuDevice(budget), budget, 0, ranks.channel("construction"))
+        channel, make_policy = ranks.channel("construction"), self._host.parts.make_policy
+        cache = DeviceCache(self._host.host_cache, CpuDevice(budget), budget, 0, channel, make_policy=make_policy)
         self._host.source = cache
         self._host.closers.append(cache.copier.close)
         return cache

@@ -28,6 +28,7 @@ from zero_infinity.comm.channels import START, Channels, connect
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.comm.reduce_scatter import ReduceScatter
 from zero_infinity.config import Config
+from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
@@ -73,6 +74,7 @@ class TrainingEngine:
         accelerator: ComputeDevice | None,
         ranks: RankGroup | None = None,
         replicas: RankGroup | None = None,
+        parts: EngineParts = DEFAULT_PARTS,
     ) -> None:
         self.config = config
         self.user_optimizer = optimizer
@@ -80,6 +82,7 @@ class TrainingEngine:
         self._zeros = False  # gradients were set to zeros rather than to None
         self._num_steps = 0
         self._replicas = replicas
+        self._parts = parts  # of a new store: a model from `zi.init` keeps those of its own
         self._accelerator = accelerator
         self._model_parameters = list(model.parameters())
         self._environment = environment_of(model, config, accelerator, ranks)
@@ -119,7 +122,10 @@ class TrainingEngine:
         self._managed = self._layout.managed
         self._unmanaged = ResidentParameters(optimizer, self._layout.unmanaged)
         hosts = self._layout.hosts
-        self.host = hosts.pop() if hosts else ParameterStore(self.config, self.ranks, self._environment.budget)
+        if hosts:
+            self.host = hosts.pop()
+        else:
+            self.host = ParameterStore(self.config, self.ranks, self._environment.budget, self._parts)
         self.store = self.host.store
         self.host_cache = self.host.host_cache
         self._run_trace = self.host.run_trace
@@ -220,7 +226,8 @@ class TrainingEngine:
         budget = copies or self.config.device_memory or where.budget
         channel = self._channels.copies if self._channels is not None else None
         tier = COPIES if self._accelerator is None else DEVICE
-        cache = DeviceCache(self.host_cache, where, budget, int(budget * _LOOKAHEAD_SHARE), channel, tier=tier)
+        lookahead, make_policy = int(budget * _LOOKAHEAD_SHARE), self.host.parts.make_policy
+        cache = DeviceCache(self.host_cache, where, budget, lookahead, channel, tier=tier, make_policy=make_policy)
         self.host.closers.append(cache.copier.close)
         return cache
 

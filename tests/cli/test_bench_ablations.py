@@ -11,34 +11,29 @@ import pytest
 import torch
 
 import zero_infinity as zi
-from zero_infinity.cli import bench_ablations, bench_variant
-from zero_infinity.cli.bench_variant import leave_out
+from zero_infinity import api
+from zero_infinity.cli import bench_ablations
+from zero_infinity.cli.bench_variant import PolicyWithoutPrefetch, engine_parts
 from zero_infinity.cli.main import main
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
-from zero_infinity.params import parameter_store
-from zero_infinity.policy.cache_policy import CachePolicy, Decision
+from zero_infinity.policy.cache_policy import Decision
 
 TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=100".split()  # noqa: SIM905 - as typed
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a variant changes is put back."""
-    monkeypatch.setattr(CachePolicy, "_look_ahead", CachePolicy._look_ahead)
-    monkeypatch.setattr(CachePolicy, "access", CachePolicy.access)
-    monkeypatch.setattr(parameter_store, "FileDevice", parameter_store.FileDevice)
-    monkeypatch.setattr(Channel, "_note", Channel._note)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def train(nvme: Path, num_steps: int = 4) -> tuple[list[float], zi.Stats]:
+def train(nvme: Path, parts: EngineParts = DEFAULT_PARTS, num_steps: int = 4) -> tuple[list[float], zi.Stats]:
     """Losses, and what the last step did."""
     torch.manual_seed(0)
     model = ByteGPT(Shape(layers=4, hidden=128, heads=2, seq=16))
     config = zi.Config(memory=6 << 20, nvme=nvme)
-    model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
+    model, optimizer = api.prepare_with(parts, model, torch.optim.AdamW(model.parameters(), fused=True), config)
     losses = []
     for step in range(num_steps):
         tokens = torch.randint(0, 256, (1, 17), generator=torch.Generator().manual_seed(step))
@@ -52,8 +47,7 @@ def train(nvme: Path, num_steps: int = 4) -> tuple[list[float], zi.Stats]:
 
 def test_without_a_cache_everything_is_read_every_time_and_the_losses_are_equal(tmp_path: Path) -> None:
     losses, whole = train(tmp_path)
-    leave_out(["cache"])
-    same, without = train(tmp_path)
+    same, without = train(tmp_path, engine_parts("cache"))
     assert same == losses
     assert without.bytes_read > 1.2 * whole.bytes_read
     # Parameters twice, their states once; resident ones and the first step's, which has none to read, are not among it.
@@ -63,38 +57,33 @@ def test_without_a_cache_everything_is_read_every_time_and_the_losses_are_equal(
 def test_without_prefetch_nothing_is_fetched_ahead(tmp_path: Path) -> None:
     losses, _ = train(tmp_path)
     decisions: list[Decision] = []
-    plain_access = CachePolicy.access
 
-    def watched(policy: CachePolicy, block: int) -> Decision:
-        decision = plain_access(policy, block)
-        assert decision.fetch in ((), (block,))
-        decisions.append(decision)
-        return decision
+    class Watched(PolicyWithoutPrefetch):
+        def access(self, block: int) -> Decision:
+            decision = super().access(block)
+            assert decision.fetch in ((), (block,))
+            decisions.append(decision)
+            return decision
 
-    leave_out(["prefetch"])
-    CachePolicy.access = watched  # type: ignore[method-assign]
-    assert train(tmp_path)[0] == losses
+    assert engine_parts("prefetch").make_policy is PolicyWithoutPrefetch
+    assert train(tmp_path, EngineParts(make_policy=Watched))[0] == losses
     assert any(decision.fetch for decision in decisions)
 
 
 def test_a_slow_drive_is_slow(tmp_path: Path) -> None:
-    leave_out([], bytes_per_second=20e6)
     start = time.perf_counter()
-    _, stats = train(tmp_path, 2)
+    _, stats = train(tmp_path, engine_parts(None, bytes_per_second=20e6), 2)
     # A sleep is never shorter than asked for, so this is not a matter of the machine.
     assert time.perf_counter() - start > 0.8 * (stats.bytes_read + stats.bytes_written) / 20e6
 
 
-def test_what_a_rank_sends_takes_its_time_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[int] = []
-    monkeypatch.setattr(bench_variant, "_note", lambda channel, topic, start, num_bytes: noted.append(num_bytes))
-    leave_out([], bytes_per_second=20e6)
-    channel = object.__new__(Channel)
+def test_what_a_rank_sends_takes_its_time_on_a_slow_link() -> None:
+    traffic = engine_parts(None, bytes_per_second=20e6).make_traffic()
     start = time.perf_counter()
     for _ in range(2):
-        channel._note(Topic("gather", 1, "a layer"), start, 2_000_000)
+        traffic.add("gather", 2_000_000)
     assert time.perf_counter() - start >= 0.2
-    assert noted == [2_000_000, 2_000_000]
+    assert traffic.snapshot() == ({"gather": 4_000_000}, {"gather": 2})
 
 
 def test_a_real_run_of_a_few_variants(

@@ -27,9 +27,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import zero_infinity as zi
+from zero_infinity import api
+from zero_infinity.engine_parts import EngineParts
 from zero_infinity.policy import memory_budget
 from zero_infinity.storage.fake_device import FakeRequest
 from zero_infinity.storage.io_types import Direction
+from zero_infinity.storage.striped_files import FileDevice
 
 SOON = 20.0  # seconds, on a machine that others use too
 
@@ -45,10 +48,11 @@ def deep() -> nn.Module:
     return mlp(depth=10)
 
 
-def prepared(directory: Path, **changes: Any) -> tuple[nn.Module, Optimizer]:
+def prepared(directory: Path, device: type[FileDevice] = FileDevice, **changes: Any) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = deep()
-    return zi.prepare(model, adamw(model), zi.Config(memory=minimal_memory(mlp, adamw), nvme=directory, **changes))
+    config = zi.Config(memory=minimal_memory(mlp, adamw), nvme=directory, **changes)
+    return api.prepare_with(EngineParts(make_device=device), model, adamw(model), config)
 
 
 def step(
@@ -78,15 +82,15 @@ def soon() -> Iterator[None]:
 @pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE], ids=lambda direction: direction.value)
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_an_error_of_the_drive_is_raised_where_the_model_is_used(
-    phase: str, direction: Direction, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, direction: Direction, update: str, tmp_path: Path
 ) -> None:
-    device = break_device(monkeypatch)
+    device = break_device()
     with all_given_back():
         _fail_in(phase, direction, device, tmp_path, update)
 
 
 def _fail_in(phase: str, direction: Direction, device: type[FaultyDevice], directory: Path, update: str) -> None:
-    model, optimizer = prepared(directory, update=update)
+    model, optimizer = prepared(directory, device, update=update)
     for number in range(3):
         step(model, optimizer, number)
 
@@ -117,11 +121,14 @@ def _fail_in(phase: str, direction: Direction, device: type[FaultyDevice], direc
 def test_the_process_of_a_failed_training_ends_cleanly(tmp_path: Path) -> None:
     script = """
 from support.faulty import FaultyDevice
-from zero_infinity.params import parameter_store
+from zero_infinity import api
+from zero_infinity.engine_parts import EngineParts
 FaultyDevice.fails = staticmethod(lambda request: request.index == 400)
 FaultyDevice.made = []
-parameter_store.FileDevice = FaultyDevice
-model, optimizer = prepare(sys.argv[1])
+model = make()
+config = zi.Config(memory="160KiB", nvme=sys.argv[1])
+parts = EngineParts(make_device=FaultyDevice)
+model, optimizer = api.prepare_with(parts, model, torch.optim.AdamW(model.parameters()), config)
 train(model, optimizer, 1000)
 """
     code, _, errors = children.run(script, str(tmp_path))
@@ -134,9 +141,7 @@ train(model, optimizer, 1000)
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_flipped_bit_is_found_when_verify_is_set(
-    verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_is_found_when_verify_is_set(verify: bool, tmp_path: Path) -> None:
     flips: list[FakeRequest] = []
 
     class Flipping(FaultyDevice):
@@ -150,9 +155,8 @@ def test_a_flipped_bit_is_found_when_verify_is_set(
                 memory[17] ^= 1
             return num_bytes
 
-    monkeypatch.setattr("zero_infinity.params.parameter_store.FileDevice", Flipping)
     with all_given_back():
-        model, optimizer = prepared(tmp_path, verify=verify)
+        model, optimizer = prepared(tmp_path, Flipping, verify=verify)
 
         def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             for number in range(8):

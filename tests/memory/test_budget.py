@@ -35,7 +35,9 @@ from support.resources import all_given_back, resources, wait_until, watch_pools
 from torch import nn
 
 import zero_infinity as zi
+from zero_infinity import api
 from zero_infinity.api import engine_of
+from zero_infinity.engine_parts import EngineParts
 from zero_infinity.optim.gradient_flow import GradientFlow
 
 MIB = 1 << 20
@@ -304,14 +306,13 @@ def test_prepare_works_after_it_has_failed(tmp_path: Path, small_blocks: None) -
     assert_identical(run_plain(case.make, script, adamw), outcome)
 
 
-def test_an_error_of_the_drive_in_prepare_gives_the_model_back(
-    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_drive_in_prepare_gives_the_model_back(tmp_path: Path, small_blocks: None) -> None:
     """Parameters that had moved already come back, or else half of the model would be NaN."""
     model = mlp(depth=20)
     before = [p.detach().clone() for p in model.parameters()]
     with all_given_back():
-        break_device(monkeypatch, lambda request: request.index == 0)
+        parts = EngineParts(make_device=break_device(lambda request: request.index == 0))
+        config = zi.Config(memory=minimal_memory(mlp, adamw), nvme=tmp_path)
         with pytest.raises(zi.TransferError):
-            zi.prepare(model, adamw(model), zi.Config(memory=minimal_memory(mlp, adamw), nvme=tmp_path))
+            api.prepare_with(parts, model, adamw(model), config)
     assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))

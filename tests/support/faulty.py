@@ -7,9 +7,6 @@ import os
 import threading
 from collections.abc import Callable
 
-import pytest
-
-from zero_infinity.params import parameter_store
 from zero_infinity.storage.fake_device import FakeRequest
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.striped_files import FileDevice
@@ -46,15 +43,12 @@ class FaultyDevice(FileDevice):
             raise OSError(self.error_number, os.strerror(self.error_number))
 
 
-def break_device(
-    monkeypatch: pytest.MonkeyPatch, fails: Callable[[FakeRequest], bool] = lambda _: False, number: int = errno.EIO
-) -> type[FaultyDevice]:
-    """Engines that are made from now on have such a device; returns its class, where `fails` can be changed."""
+def break_device(fails: Callable[[FakeRequest], bool] = lambda _: False, number: int = errno.EIO) -> type[FaultyDevice]:
+    """A class of such devices, for `EngineParts`; its `fails` can be changed at any time."""
 
     class Broken(FaultyDevice):
         error_number = number
 
     Broken.fails = staticmethod(fails)  # type: ignore[assignment]
     Broken.made = []
-    monkeypatch.setattr(parameter_store, "FileDevice", Broken)
     return Broken

@@ -45,7 +45,7 @@ class Variant:
     name: str
     against: str
     options: dict[str, object] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
+    without: str | None = None
     ranks: int = 1
     on_device: bool = False  # an emulated one, with room for half of the parameters
     fraction: float = _FRACTION
@@ -55,7 +55,7 @@ WHOLE = Variant("whole engine", "whole engine")
 _RECOMPUTED: dict[str, object] = {"checkpoint_activations": True}
 ONE_RANK = (
     WHOLE,
-    Variant("no prefetch", WHOLE.name, without=("prefetch",)),
+    Variant("no prefetch", WHOLE.name, without="prefetch"),
     Variant("update after backward", WHOLE.name, {"update": "after_backward"}),
     Variant("tiles (each layer in 4)", WHOLE.name, {"tile_above": "quarter"}),
     Variant("recompute", WHOLE.name, _RECOMPUTED),
@@ -63,16 +63,16 @@ ONE_RANK = (
 )
 HALF = (
     Variant("half of the states in RAM", "half of the states in RAM", fraction=_HALF),
-    Variant("half in RAM, no cache", "half of the states in RAM", without=("cache",), fraction=_HALF),
+    Variant("half in RAM, no cache", "half of the states in RAM", without="cache", fraction=_HALF),
 )
 DEVICE = (
     Variant("on a device", "on a device", on_device=True),
-    Variant("on a device, no prefetch", "on a device", without=("prefetch",), on_device=True),
+    Variant("on a device, no prefetch", "on a device", without="prefetch", on_device=True),
 )
 TWO_RANKS = (
     Variant("2 ranks, spread", "2 ranks, spread", ranks=2),
     Variant("2 ranks, owner partition", "2 ranks, spread", {"partition": "owner"}, ranks=2),
-    Variant("2 ranks, no prefetch", "2 ranks, spread", without=("prefetch",), ranks=2),
+    Variant("2 ranks, no prefetch", "2 ranks, spread", without="prefetch", ranks=2),
 )
 
 

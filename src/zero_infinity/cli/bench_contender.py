@@ -59,7 +59,7 @@ class Setting:
     # Of ablations and growth (bench_variant, bench_ranks): further settings, parts of the engine that are left out,
     # the speed of emulated links, how many ranks share the batch, and the memory of an emulated device.
     options: Mapping[str, object] = field(default_factory=dict)
-    without: Sequence[str] = ()
+    without: str | None = None
     bytes_per_second: float | None = None
     ranks: int = 1
     device_memory: int | None = None

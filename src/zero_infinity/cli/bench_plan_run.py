@@ -161,17 +161,13 @@ class _Rank:
         import torch
 
         from zero_infinity import api
+        from zero_infinity.cli.bench_variant import slow_drive
         from zero_infinity.config import Config
-        from zero_infinity.params import parameter_store
-        from zero_infinity.storage.striped_files import FileDevice
-        from zero_infinity.storage.throttled_device import ThrottledDevice
+        from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
         from zero_infinity.tiers.accelerator import EmulatedAccelerator
 
         chosen = self._configuration
-        rate = chosen.drive_rate
-        if rate is not None:
-            # Of this process alone.
-            vars(parameter_store)["FileDevice"] = lambda paths: ThrottledDevice(FileDevice(paths), rate)
+        parts = DEFAULT_PARTS if chosen.drive_rate is None else EngineParts(slow_drive(chosen.drive_rate))
         config = Config(
             memory=chosen.memory,
             device_memory=chosen.device_memory,
@@ -183,7 +179,9 @@ class _Rank:
             self._accelerator = EmulatedAccelerator(chosen.device_memory, bytes_per_second=chosen.device_rate)
         self._api: Any = api
         optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
-        self._model, self._optimizer = api.prepare(self._model, optimizer, config, accelerator=self._accelerator)
+        self._model, self._optimizer = api.prepare_with(
+            parts, self._model, optimizer, config, accelerator=self._accelerator
+        )
 
     def _count_bytes(self) -> tuple[int, int, int, int]:
         """Of the step that the simulator reports. What runs on into the next one is waited for: it would blur them."""

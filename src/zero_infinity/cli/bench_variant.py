@@ -1,50 +1,67 @@
-"""This process's engine with a part of it left out, or on slower links: for ablations only.
-
-None of this is a setting, because nobody should train so. It is reached the way tests reach it: by what the engine's
-modules call, before a model is made, and for the rest of the process.
-"""
+"""An engine with a part left out, or on slower links: for ablations only, because nobody should train that way."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from zero_infinity.comm.channel import Channel, Topic
-from zero_infinity.params import parameter_store
+from zero_infinity.comm.channel import Traffic
+from zero_infinity.engine_parts import EngineParts
 from zero_infinity.policy.cache_policy import BlockId, CachePolicy, Decision
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.throttled_device import ThrottledDevice
 from zero_infinity.tiers.accelerator import SlowLink
 
-_access = CachePolicy.access
-_note = Channel._note
+
+class PolicyWithoutPrefetch(CachePolicy):
+    """Fetches a block when it is used, never ahead of that."""
+
+    @property
+    def lookahead(self) -> int:
+        return 0
+
+    @lookahead.setter
+    def lookahead(self, num_bytes: int) -> None:
+        """The tier sets it when memory is divided; here it stays 0."""
 
 
-def leave_out(parts: Collection[str], bytes_per_second: float | None = None) -> None:
-    """From now on, in this process. `bytes_per_second`: of each drive, both ways together, and of what a rank sends."""
-    if "prefetch" in parts:
-        CachePolicy._look_ahead = _nothing_ahead  # type: ignore[method-assign, assignment]
-    if "cache" in parts:
-        CachePolicy.access = _forgetful  # type: ignore[method-assign, assignment]
-    if bytes_per_second is not None:
-        speed = bytes_per_second
-        setattr(parameter_store, "FileDevice", lambda paths: ThrottledDevice(FileDevice(paths), speed))  # noqa: B010 - not exported
-        link = SlowLink(bytes_per_second, latency_seconds=0.0)
+class PolicyWithoutCache(CachePolicy):
+    """Keeps what is in use or in the look-ahead window, and evicts everything else at once."""
 
-        def sent(channel: Channel, topic: Topic, start: float, num_bytes: int) -> None:
-            link.carry(num_bytes)
-            _note(channel, topic, start, num_bytes)
-
-        Channel._note = sent  # type: ignore[method-assign, assignment]
+    def access(self, block: BlockId) -> Decision:
+        decision = super().access(block)
+        idle = [b for b in sorted(self._cached) if b != block and not self._window[b] and not self._in_use(b)]
+        for other in idle:
+            self.forget(other)
+        return Decision((*decision.evict, *idle), decision.fetch)
 
 
-def _nothing_ahead(policy: CachePolicy, current: BlockId | None, evict: list[BlockId], fetch: list[BlockId]) -> None:
-    """Instead of `CachePolicy._look_ahead`: everything is fetched when it is asked for."""
+class SlowTraffic(Traffic):
+    """Holds up whoever has sent something for as long as a link of this speed would have taken."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        super().__init__()
+        self._link = SlowLink(bytes_per_second, latency_seconds=0.0)
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        self._link.carry(num_bytes)
+        super().add(kind, num_bytes)
 
 
-def _forgetful(policy: CachePolicy, block: BlockId) -> Decision:
-    """Instead of `CachePolicy.access`: what is in use or about to be used stays, and nothing for later."""
-    decision = _access(policy, block)
-    idle = [b for b in sorted(policy._cached) if b != block and not policy._window[b] and not policy._in_use(b)]
-    for other in idle:
-        policy._remove(other)
-    return Decision((*decision.evict, *idle), decision.fetch)
+_POLICIES = {None: CachePolicy, "prefetch": PolicyWithoutPrefetch, "cache": PolicyWithoutCache}
+
+
+def engine_parts(without: str | None, bytes_per_second: float | None = None) -> EngineParts:
+    """Parts of an engine without "prefetch" or without "cache"; None: with both.
+
+    `bytes_per_second`: the speed of each drive, reads and writes together, and of what a rank sends.
+    """
+    make_policy = _POLICIES[without]
+    if bytes_per_second is None:
+        return EngineParts(make_policy=make_policy)
+    return EngineParts(slow_drive(bytes_per_second), make_policy, lambda: SlowTraffic(bytes_per_second))
+
+
+def slow_drive(bytes_per_second: float) -> Callable[[Sequence[Path]], ThrottledDevice]:
+    """Makes swap space that moves this many bytes a second, reads and writes together."""
+    return lambda paths: ThrottledDevice(FileDevice(paths), bytes_per_second)

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_infinity import api
-from zero_infinity.cli import bench_ranks, bench_variant
+from zero_infinity.cli import bench_ranks
 from zero_infinity.cli.bench_contender import Finish, Race, Sample, Setting, Start, end_with, machine_cpu_seconds
+from zero_infinity.cli.bench_variant import engine_parts
 from zero_infinity.config import Config
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import ZeroInfinityError
@@ -41,7 +42,7 @@ class Trainer:
     """An ordinary training loop, one step at a time; plain, or over a prepared model."""
 
     def __init__(self, race: Race, setting: Setting, rank: int = 0) -> None:
-        bench_variant.leave_out(setting.without, setting.bytes_per_second)
+        self._parts = engine_parts(setting.without, setting.bytes_per_second)
         options: dict[str, Any] = dict(setting.options)
         self._config = None if setting.memory is None else Config(memory=setting.memory, nvme=setting.nvme, **options)
         self._num_ranks = setting.ranks
@@ -59,7 +60,9 @@ class Trainer:
         made = time.perf_counter()
         if self._config is not None:
             device = _emulated_device(setting)
-            self._model, self._optimizer = api.prepare(self._model, self._optimizer, self._config, accelerator=device)
+            self._model, self._optimizer = api.prepare_with(
+                self._parts, self._model, self._optimizer, self._config, accelerator=device
+            )
         self.start = Start(
             num_parameters=shape.num_parameters,
             weight_bytes=4 * shape.num_parameters,
@@ -110,7 +113,7 @@ class Trainer:
         )
 
     def _building(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._config is None else api.init(self._config)
+        return nullcontext() if self._config is None else api.init_with(self._parts, self._config)
 
     def _stats(self) -> Stats | None:
         return None if self._config is None else api.stats(self._model)

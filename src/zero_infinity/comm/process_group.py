@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
@@ -34,7 +34,9 @@ _CPU = torch.device("cpu")
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-def find_group(group: ProcessGroup | DeviceMesh | None) -> RankGroup | None:
+def find_group(
+    group: ProcessGroup | DeviceMesh | None, make_traffic: Callable[[], Traffic] = Traffic
+) -> RankGroup | None:
     """The ranks of `group`, or of the default group; None when there is one rank."""
     if group is None:
         if not dist.is_available() or not dist.is_initialized():
@@ -52,13 +54,13 @@ def find_group(group: ProcessGroup | DeviceMesh | None) -> RankGroup | None:
             "this process is not a member of the process group that it was given\n"
             "  fix:   call zi.prepare on the ranks of the group only"
         )
-    return RankGroup(group) if group.size() > 1 else None
+    return RankGroup(group, make_traffic()) if group.size() > 1 else None
 
 
 class RankGroup:
     """One engine's view of its ranks."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, traffic: Traffic) -> None:
         self.group = group
         self.rank = group.rank()
         self.num_ranks = group.size()
@@ -67,7 +69,7 @@ class RankGroup:
         self._timeout = _timeout_of(group)
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
-        self.traffic = Traffic()
+        self.traffic = traffic
         self.trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self.divergences: dict[Channel, DivergenceError] = {}

@@ -20,6 +20,7 @@ from zero_infinity.background_task import BackgroundTask
 from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
+from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.dtensor import local_of
@@ -31,7 +32,6 @@ from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_engine import QueuedIOEngine
-from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.tiers.device_cache import HostUnits, UnitSource
 from zero_infinity.tiers.host_cache import HostCache
 
@@ -52,8 +52,11 @@ class TrainingHooks(Protocol):
 class ParameterStore:
     """The store of one model's parameters."""
 
-    def __init__(self, config: Config, ranks: RankGroup | None, budget: int) -> None:
+    def __init__(
+        self, config: Config, ranks: RankGroup | None, budget: int, parts: EngineParts = DEFAULT_PARTS
+    ) -> None:
         self.config = config
+        self.parts = parts
         self.ranks = ranks
         self.sharding = sharding_of(config, ranks)
         self.num_units = 0  # made so far
@@ -63,9 +66,9 @@ class ParameterStore:
         if ranks is not None:
             ranks.trace = trace
         pool = BufferPool(budget)
-        engine = QueuedIOEngine(FileDevice(config.nvme), trace=trace) if config.nvme else None
+        engine = QueuedIOEngine(parts.make_device(config.nvme), trace=trace) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify, trace=trace)
-        self.host_cache = HostCache(self.store, pool.budget, _NO_LOOKAHEAD, self.run_trace)
+        self.host_cache = HostCache(self.store, pool.budget, _NO_LOOKAHEAD, self.run_trace, parts.make_policy)
         self.source: UnitSource = HostUnits(self.host_cache)
         self.unsharder = StoreUnsharder(self)
         self.units: list[Unit] = []

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError, DivergenceError, again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
@@ -156,6 +157,7 @@ class DeviceCache:
         channel: Channel | None = None,
         *,
         tier: str = COPIES,
+        make_policy: PolicyFactory = CachePolicy,
     ) -> None:
         trace = host_cache.store.trace
         self._tier = tier  # its name in a trace
@@ -168,7 +170,7 @@ class DeviceCache:
         self._is_shared = channel is not None
         self._last_key: int | None = None  # of the last access
         # An update is each rank's own affair, in its own time; copies for the next cycle come after all of them.
-        self._policy = CachePolicy(budget, lookahead, self._in_use, wraps=not self._is_shared)
+        self._policy = make_policy(budget, lookahead, self._in_use, wraps=not self._is_shared)
         self._groups: dict[int, _Group] = {}  # by key
         self._group_of: dict[Unit, _Group] = {}
         self._copies: dict[int, dict[Unit, _Copy]] = {}  # by key of their group

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
 from zero_infinity.policy.memory_budget import Home
@@ -33,10 +34,17 @@ class SpareBytes:
 class HostCache:
     """The blocks of one tier, their policy and their store."""
 
-    def __init__(self, store: BlockStore, budget: int, lookahead: int, run_trace: RunTrace | None = None) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        budget: int,
+        lookahead: int,
+        run_trace: RunTrace | None = None,
+        make_policy: PolicyFactory = CachePolicy,
+    ) -> None:
         self.store = store
         self.run_trace = run_trace
-        self.policy = CachePolicy(budget, lookahead, self._in_use)
+        self.policy = make_policy(budget, lookahead, self._in_use)
         self.waited_seconds = 0.0
         self.before_wait: Callable[[], None] = _nothing  # called by the computing thread
         self._blocks: dict[int, Block] = {}

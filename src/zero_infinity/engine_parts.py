@@ -1,0 +1,37 @@
+"""The parts of an engine that can be replaced: what a benchmark slows down or leaves out, and what a test breaks.
+
+These are not settings. Training uses the defaults, and `zi.prepare` and `zi.init` do not take them; their internal
+forms `api.prepare_with` and `api.init_with` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from zero_infinity.comm.channel import Traffic
+from zero_infinity.policy.cache_policy import BlockId, CachePolicy
+from zero_infinity.storage.striped_files import FileDevice
+from zero_infinity.storage.swap_device import SwapDevice
+
+
+class PolicyFactory(Protocol):
+    """Makes the policy of one tier."""
+
+    def __call__(
+        self, budget: int, lookahead: int, in_use: Callable[[BlockId], bool], *, wraps: bool = True
+    ) -> CachePolicy: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Factories of one engine's parts."""
+
+    make_device: Callable[[Sequence[Path]], SwapDevice] = FileDevice  # swap space in the directories of `nvme`
+    make_policy: PolicyFactory = CachePolicy  # of host memory, and of copies at the place of computation
+    make_traffic: Callable[[], Traffic] = Traffic  # told of everything that this rank sends, after it is sent
+
+
+DEFAULT_PARTS = EngineParts()
