@@ -23,6 +23,7 @@ from zero_infinity.checkpoint.load import CheckpointLoad
 from zero_infinity.checkpoint.pretrained import PretrainedLoad
 from zero_infinity.checkpoint.progress_meter import Progress
 from zero_infinity.checkpoint.save import CheckpointSave
+from zero_infinity.checkpoint.unprepared_model import UnpreparedModel
 from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit
@@ -222,7 +223,9 @@ def load_pretrained(
             "this model was neither prepared nor built inside of zi.init\n"
             "  fix:   zi.prepare(model, optimizer, config) first; or from_pretrained, if it fits in memory"
         )
-    PretrainedLoad(model, hosts[0], strict=strict).read(Path(path), progress)
+    training = hosts[0].training
+    view = training if isinstance(training, TrainingEngine) else UnpreparedModel(model, hosts[0])
+    PretrainedLoad(model, view, strict=strict).read(Path(path), progress)
 
 
 def export(
@@ -261,7 +264,7 @@ def synchronize(model: nn.Module) -> None:
     """
     engine = engine_of(model)
     engine.settle()
-    engine.host.finish()
+    engine.background_save.wait()
     engine.write_trace()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from zero_infinity.activations.activation_storage import ActivationStorage, Bloc
 from zero_infinity.activations.arena import ActivationArena
 from zero_infinity.activations.offload import ActivationOffload
 from zero_infinity.activations.replicas import Replicas
+from zero_infinity.checkpoint.background_save import BackgroundSave
 from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.comm.channels import START, Channels, connect
@@ -87,6 +88,7 @@ class TrainingEngine:
         self._model_parameters = list(model.parameters())
         self._environment = environment_of(model, config, accelerator, ranks)
         self.ranks = self._environment.ranks
+        self.background_save = BackgroundSave(self.ranks)
 
         # First what can fail for a user's mistake, before anything moves.
         with self._environment.agreed("zi.prepare (checks)"):
@@ -191,6 +193,7 @@ class TrainingEngine:
         self.store.heap.begin_anew()
         if self.ranks is not None:
             self.host.closers.append(self.ranks.leave)
+        self.host.closers.append(self.background_save.close)  # before anything that it uses
 
     def _use_tiles(self) -> None:
         """Let torch functions use parameters tile by tile where that can be done, and find them whole elsewhere."""
@@ -558,6 +561,19 @@ class TrainingEngine:
     def step_channel(self) -> Channel | None:
         """To the other ranks, for the thread that computes."""
         return self._channels.steps if self._channels is not None else None
+
+    @property
+    def verify(self) -> bool:
+        return self.config.verify
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the host cache that training can do without."""
+        return self.placement.cache - self.placement.least
+
+    def staging(self) -> AbstractContextManager[int]:
+        """Bytes for checkpoint I/O between two steps, when the gradients' staging buffers are idle."""
+        return nullcontext(self.placement.set_aside)
 
     def rest(self) -> None:
         """Wait until nothing is under way and every block holds what its users see; between two steps only."""

@@ -87,8 +87,7 @@ class Trained:
 
     @property
     def is_pending(self) -> bool:
-        pending = engine_of(self.model).host.pending
-        return pending is not None and not pending.is_over
+        return engine_of(self.model).background_save.is_running
 
 
 def files(folder: Path) -> dict[str, bytes]:

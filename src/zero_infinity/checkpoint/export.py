@@ -35,8 +35,8 @@ from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.stored_tensor import StoredTensor
 from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES
+from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.comm.agreement import Agreement
-from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import ConfigError, UsageError
 
 _ROOM_BYTES = 20 << 20
@@ -85,7 +85,7 @@ def export_checkpoint(
 class WeightExport:
     """A prepared model's weights: they are saved aside by all ranks, and put in order by the first."""
 
-    def __init__(self, model: nn.Module, engine: TrainingEngine) -> None:
+    def __init__(self, model: nn.Module, engine: TrainingView) -> None:
         self._model = model
         self._engine = engine
         self._agreement = Agreement("zi.export", engine.ranks, engine.step_channel)

@@ -25,8 +25,8 @@ from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.stored_tensor import StoredTensor
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
+from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.comm.agreement import Agreement
-from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.optim.state_records import MASTER
@@ -37,17 +37,17 @@ from zero_infinity.params.unit import ManagedParameter
 class CheckpointLoad:
     """One checkpoint into one model, on one rank."""
 
-    def __init__(self, model: nn.Module, engine: TrainingEngine, *, with_optimizer: bool, strict: bool) -> None:
+    def __init__(self, model: nn.Module, engine: TrainingView, *, with_optimizer: bool, strict: bool) -> None:
         self._engine = engine
         self._optimizer = engine.user_optimizer if with_optimizer else None
-        self._contents = contents_of(model, engine.host, engine.records)
+        self._contents = contents_of(model, engine)
         self._strict = strict
         self._agreement = Agreement("zi.load", engine.ranks, engine.step_channel)
 
     def read(self, path: Path, objects: Mapping[str, Any], progress: Progress | None = None) -> dict[str, Any]:
         """Load; returns what was saved as `extra`."""
         agreement, engine = self._agreement, self._engine
-        engine.host.finish()
+        engine.background_save.wait()
         with ExitStack() as stack:
             folder = self._find(path)
             with agreement.agreed("checks"):
@@ -94,8 +94,10 @@ class CheckpointLoad:
 
     def _fill(self, found: TensorMatch, meter: ProgressMeter) -> None:
         contents, engine = self._contents, self._engine
-        with IOThreadPool(engine.placement.set_aside) as thread_pool:
-            filling = ShardReader(contents, thread_pool, replaces_records=self._optimizer is not None, meter=meter)
+        with engine.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
+            filling = ShardReader(
+                contents, engine, thread_pool, replaces_records=self._optimizer is not None, meter=meter
+            )
             meter.total = sum(task.num_bytes for task in self._tasks(filling, found))
             filling.run(self._tasks(filling, found))
             with torch.no_grad():
@@ -131,10 +133,7 @@ class CheckpointLoad:
             if state is None:
                 continue
             if known is not None:
-                for part in known.parts:
-                    record = engine.records[part.unit]
-                    record.started[part] = state.names
-                    record.scalars[part] = copy_scalars(state.scalars)
+                engine.state_io.restore_scalars(known, state.names, state.scalars)
                 continue
             values = copy_scalars(state.scalars)
             for slot in state.slots:

@@ -14,11 +14,11 @@ from torch import nn
 
 from zero_infinity._torch import persistent_buffers
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER
+from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.state_records import MASTER, StateRecord
 from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.offloaded_param import managed
-from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.storage.block import Block
 
@@ -50,7 +50,6 @@ class BlockContent:
 class ModelContents:
     """A model's tensors. `names` has every name of each parameter, the first one first."""
 
-    host: ParameterStore
     records: Mapping[Unit, StateRecord]
     names: dict[nn.Parameter, list[str]] = field(default_factory=dict)
     managed: dict[str, ManagedParameter] = field(default_factory=dict)  # by first name
@@ -109,9 +108,9 @@ def state_key(slot: str, name: str) -> str:
     return f"{slot}/{name}"
 
 
-def contents_of(model: nn.Module, host: ParameterStore, records: Mapping[Unit, StateRecord]) -> ModelContents:
-    """Look at a model whose parameters live in `host`."""
-    contents = ModelContents(host, records)
+def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
+    """Look at a model whose parameters are in the blocks of `view`."""
+    contents = ModelContents(view.records)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names = contents.names.setdefault(parameter, [])
         names.append(name)
@@ -131,9 +130,7 @@ def contents_of(model: nn.Module, host: ParameterStore, records: Mapping[Unit, S
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):
             contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
-    # While a model is built, there are also units of parameters that were replaced (tied) meanwhile.
-    units = host.units if host.training is not None else []
-    strangers = [p.name for unit in units for p in unit.parameters if p.parameter not in contents.names]
+    strangers = [p.name for unit in view.units for p in unit.parameters if p.parameter not in contents.names]
     if strangers:
         raise UsageError(
             f"{strangers[0]!r} and {len(strangers) - 1} more parameters of a prepared model are not in this one\n"

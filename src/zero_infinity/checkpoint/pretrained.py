@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -27,19 +27,16 @@ from zero_infinity.checkpoint.stored_tensor import StoredTensor
 from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import read_header
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
+from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.comm.agreement import Agreement
-from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.optim.state_records import MASTER
-from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.unit import Unit
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}\.safetensors")
 _MAX_INDEX_BYTES = 1 << 28
-# Rooms while a model is built: a part of the memory, and no more than is of use.
-_ROOM_SHARE, _MOST_ROOM = 16, 16 << 20
 
 
 def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
@@ -95,24 +92,21 @@ def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
 class PretrainedLoad:
     """Weights into one model, on one rank."""
 
-    def __init__(self, model: nn.Module, host: ParameterStore, *, strict: bool) -> None:
+    def __init__(self, model: nn.Module, view: WeightsView, *, strict: bool) -> None:
         self._model = model
-        self._host = host
+        self._view = view
         self._strict = strict
-        training = host.training
-        self._engine = training if isinstance(training, TrainingEngine) else None
-        self._contents = contents_of(model, host, self._engine.records if self._engine is not None else {})
-        channel = self._engine.step_channel if self._engine is not None else None
-        self._agreement = Agreement("zi.load_pretrained", host.ranks, channel)
+        self._contents = contents_of(model, view)
+        self._agreement = Agreement("zi.load_pretrained", view.ranks, view.step_channel)
 
     def read(self, path: Path, progress: Progress | None = None) -> None:
-        self._host.finish()
+        self._view.background_save.wait()
         with ExitStack() as stack:
             with self._agreement.agreed("checks"):
                 weights = open_weights(path, stack)
                 plan = plan_loading(self._model, weights, self._all_names())
                 makers = self._match(path, weights, plan)
-            with self._agreement.agreed("reading"), held(), self._replacing():
+            with self._agreement.agreed("reading"), held(), self._view.replacing():
                 self._fill(weights, makers, ProgressMeter(progress))
 
     def _all_names(self) -> list[str]:
@@ -187,8 +181,8 @@ class PretrainedLoad:
     ) -> None:
         contents = self._contents
         meter.total = self._num_bytes(makers)
-        with self._rooms() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
-            filling = ShardReader(contents, thread_pool, replaces_records=False, meter=meter)
+        with self._view.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
+            filling = ShardReader(contents, self._view, thread_pool, replaces_records=False, meter=meter)
             made = _Made(self._model, weights, makers, thread_pool)
             by_kind: dict[bool, list[Unit]] = {False: [], True: []}
             for unit in contents.units:
@@ -236,36 +230,6 @@ class PretrainedLoad:
     def _names_in(self, unit: Unit) -> list[str]:
         contents = self._contents
         return [contents.first_name(known) for known in unit.parameters if known.parameter in contents.names]
-
-    @contextmanager
-    def _rooms(self) -> Iterator[int]:
-        """Bytes for the rooms of threads, within the budget."""
-        if self._engine is not None:
-            yield self._engine.placement.set_aside
-            return
-        host_cache, pool = self._host.host_cache, self._host.store.pool
-        policy = host_cache.policy
-        num_bytes = max(0, min(_MOST_ROOM, pool.budget // _ROOM_SHARE, policy.budget // 2))
-        host_cache.limit(policy.budget - num_bytes, policy.lookahead)
-        pool.charge(num_bytes)
-        try:
-            yield num_bytes
-        finally:
-            pool.discharge(num_bytes)
-            host_cache.limit(policy.budget + num_bytes, policy.lookahead)
-
-    @contextmanager
-    def _replacing(self) -> Iterator[None]:
-        if self._engine is not None:
-            with self._engine.replacing():
-                yield
-            return
-        units = self._contents.units
-        for unit in units:
-            unit.the_source().updated(unit)
-        yield
-        for source in {unit.the_source() for unit in units}:
-            source.end_cycle(same_order=False)
 
 
 class _Made:

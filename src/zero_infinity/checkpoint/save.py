@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_infinity.background_task import BackgroundTask
 from zero_infinity.checkpoint import rank_state
 from zero_infinity.checkpoint.directory import CheckpointDraft
 from zero_infinity.checkpoint.file_plan import FilePlan, TensorKind, WrittenPart, entries_of, plan_files
@@ -47,8 +46,8 @@ from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.tensor_file import NAMES
+from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.comm.agreement import Agreement
-from zero_infinity.engine import TrainingEngine
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.optim.state_records import MASTER
 from zero_infinity.optim.update_rule import copy_scalars, split_state
@@ -61,14 +60,14 @@ _MAX_PARTS_BYTES = 1 << 32
 class CheckpointSave:
     """One checkpoint of one model, on one rank."""
 
-    def __init__(self, model: nn.Module, engine: TrainingEngine, *, with_optimizer: bool) -> None:
+    def __init__(self, model: nn.Module, engine: TrainingView, *, with_optimizer: bool) -> None:
         self._model = model
         self._engine = engine
-        engine.host.finish()
+        engine.background_save.wait()
         self._agreement = Agreement("zi.save", engine.ranks, engine.step_channel)
         with self._agreement.agreed("coming to rest"):
             engine.rest()
-            self._contents = contents_of(model, engine.host, engine.records)
+            self._contents = contents_of(model, engine)
             self._states = _states(self._contents, engine) if with_optimizer else None
             # What is in memory as it is: buffers, parameters in no unit, and their states.
             self._values: dict[Key, torch.Tensor] = {(MODEL, n): as_real(t) for n, t in self._contents.plain.items()}
@@ -152,7 +151,7 @@ class CheckpointSave:
     def _check(self, keep: int | None, *, background: bool) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise UsageError(f"keep={keep!r} would keep no checkpoint\n  fix:   keep=1 or more, or None for all")
-        if background and self._engine.config.verify:
+        if background and self._engine.verify:
             raise UsageError(
                 "background=True reads blocks past memory, where verify=True could not check them\n"
                 "  fix:   save in the foreground, or prepare the model without verify"
@@ -168,11 +167,9 @@ class CheckpointSave:
         progress: Progress | None,
     ) -> Path:
         """Keep this moment, and let a thread write it."""
-        agreement, host = self._agreement, self._engine.host
+        agreement, background = self._agreement, self._engine.background_save
         # All that the thread says to other ranks goes by a wire of its own.
-        if host.ranks is not None and host.save_channel is None:
-            host.save_channel = host.ranks.channel("checkpoints")
-        beside = Agreement("zi.save", host.ranks, host.save_channel)
+        beside = Agreement("zi.save", self._engine.ranks, background.connect())
         name = agreement.of_first("its name", aside.next_name(self._engine.num_steps) if aside is not None else "")
         writing = None
         try:
@@ -181,7 +178,7 @@ class CheckpointSave:
                 blocks = list(self._blocks())
                 # Training reads parameters first, and updates states from the last layer to the first.
                 writing.start([*blocks[: self._num_units], *blocks[: self._num_units - 1 : -1]], self._own_values())
-            host.begin(BackgroundTask("zi.save", partial(self._go_on, beside, folder, writing, aside, keep, name)))
+            background.start(partial(self._go_on, beside, folder, writing, aside, keep, name))
         except BaseException:
             if writing is not None:
                 writing.close()
@@ -323,7 +320,7 @@ def _take_parts(folder: Path, rank: int) -> Iterator[WrittenPart]:
     path.unlink()
 
 
-def _states(contents: ModelContents, engine: TrainingEngine) -> dict[str, StateEntry]:
+def _states(contents: ModelContents, engine: TrainingView) -> dict[str, StateEntry]:
     """The optimizer's states of all parameters that have one."""
     states = {}
     for parameter, names in contents.names.items():

@@ -18,6 +18,7 @@ from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart, order_of
 from zero_infinity.checkpoint.progress_meter import ProgressMeter
 from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.memory_budget import Home
@@ -64,6 +65,7 @@ class ShardReader:
     def __init__(
         self,
         contents: ModelContents,
+        view: WeightsView,
         thread_pool: IOThreadPool,
         *,
         replaces_records: bool,
@@ -73,7 +75,7 @@ class ShardReader:
         self._meter = meter or ProgressMeter(None)
         self._thread_pool = thread_pool
         self._replaces_records = replaces_records  # or only the master copies in them
-        self._host_cache, self._store = contents.host.host_cache, contents.host.store
+        self._host_cache, self._store = view.host_cache, view.store
         self._most_open = int(self._host_cache.policy.budget * _OPEN_SHARE)
         self._open: set[_Open] = set()
         self._closed = threading.Condition()

@@ -27,7 +27,7 @@ from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_ele
 from zero_infinity.checkpoint.piece_io import OpenFile, congruent
 from zero_infinity.checkpoint.plain_tensors import bytes_of
 from zero_infinity.checkpoint.progress_meter import ProgressMeter
-from zero_infinity.engine import TrainingEngine
+from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.checksum import crc32
@@ -43,7 +43,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        engine: TrainingEngine,
+        engine: TrainingView,
         rank: int,
         folder: Path,
         files: Iterable[str],
@@ -67,8 +67,8 @@ class ShardWriter:
 
     def write_now(self, contents: Iterable[BlockContent], values: Mapping[Key, torch.Tensor]) -> None:
         """Write blocks, and what is in memory as it is. What gradients go through between two steps is idle now."""
-        with IOThreadPool(self._engine.placement.set_aside) as thread_pool:
-            if self._engine.config.verify:
+        with self._engine.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
+            if self._engine.verify:
                 for content in contents:
                     self._write_verified(content, thread_pool)
             else:
@@ -99,8 +99,8 @@ class ShardWriter:
 
     def _lend(self) -> int:
         """Bytes for rooms, which the cache does without meanwhile. What is at home in memory needs none."""
-        host_cache, pool, placement = self._engine.host_cache, self._store.pool, self._engine.placement
-        num_bytes = min(_MOST_LENT, int((placement.cache - placement.least) * _LENT_SHARE))
+        host_cache, pool = self._engine.host_cache, self._store.pool
+        num_bytes = min(_MOST_LENT, int(self._engine.spare_bytes * _LENT_SHARE))
         if num_bytes < _LEAST_ROOM or not host_cache.lend(num_bytes):
             return _LEAST_ROOM
         self._stack.callback(host_cache.take_back, num_bytes)

@@ -132,8 +132,7 @@ class Checkpoints:
 
     def _look(self) -> None:
         """Say that a save is over. If it has failed, the next one raises why, on all ranks at once."""
-        pending = api.engine_of(self._model).host.pending
-        if self._begun is None or (pending is not None and not pending.is_over):
+        if self._begun is None or api.engine_of(self._model).background_save.is_running:
             return
         (step, folder, start), self._begun = self._begun, None
         if folder.exists():

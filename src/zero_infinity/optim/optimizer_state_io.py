@@ -12,6 +12,7 @@ from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
 from zero_infinity.optim.update_jobs import take_edits
+from zero_infinity.optim.update_rule import copy_scalars
 from zero_infinity.params.dtensor import like, local_of
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.tiers.host_cache import HostCache
@@ -104,6 +105,13 @@ class OptimizerStateIO:
         for record in self._records.values():
             record.started.clear()
             record.scalars.clear()
+
+    def restore_scalars(self, parameter: ManagedParameter, names: tuple[str, ...], scalars: dict[str, Any]) -> None:
+        """Set what belongs to a state whose tensors are in the record's blocks; `names`: of both, in their order."""
+        for part in parameter.parts:
+            record = self._records[part.unit]
+            record.started[part] = names
+            record.scalars[part] = copy_scalars(scalars)
 
     def _write(self, parameter: ManagedParameter, name: str, value: torch.Tensor) -> None:
         flat = parameter.flattened(local_of(value.detach()))

@@ -16,8 +16,6 @@ from typing import Protocol
 
 import torch
 
-from zero_infinity.background_task import BackgroundTask
-from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
@@ -73,8 +71,6 @@ class ParameterStore:
         self.unsharder = StoreUnsharder(self)
         self.units: list[Unit] = []
         self.training: TrainingHooks | None = None  # set when the model is prepared
-        self.pending: BackgroundTask | None = None  # a save that goes on beside training
-        self.save_channel: Channel | None = None  # of its thread, to other ranks
         self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
         # What to close, last opened first, when nobody can use the parameters any more.
         self.closers: list[Callable[[], None]] = [self.store.close]
@@ -149,19 +145,6 @@ class ParameterStore:
         self.units.remove(unit)
         self.host_cache.expire(block)
         self.store.drop(block)
-
-    def begin(self, pending: BackgroundTask) -> None:
-        """Something goes on beside training: whoever needs it over calls `finish`; closing waits for it."""
-        self.pending = pending
-        self.closers.append(pending.end)
-
-    def finish(self) -> None:
-        """Wait until nothing goes on beside training; raise what it failed with."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            if pending.end in self.closers:
-                self.closers.remove(pending.end)
-            pending.wait()
 
     def close(self) -> None:
         """Give everything back at once."""
