@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity import engine
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.params import parameter_store
@@ -34,9 +33,9 @@ WARM_UP = 3  # the first steps record the order
 
 
 def build(args: argparse.Namespace, config: zi.Config, lookahead: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    shares = (engine._LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE)
+    shares = (memory_budget._COPY_LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE)
     if not lookahead:
-        engine._LOOKAHEAD_SHARE = memory_budget._LOOKAHEAD_SHARE = 0
+        memory_budget._COPY_LOOKAHEAD_SHARE = memory_budget._LOOKAHEAD_SHARE = 0
     try:
         torch.manual_seed(0)
         model = ByteGPT(Shape(layers=args.layers, hidden=args.hidden, heads=4, seq=args.seq))
@@ -46,7 +45,7 @@ def build(args: argparse.Namespace, config: zi.Config, lookahead: bool) -> tuple
             place = zi.EmulatedAccelerator(num_bytes // 2, bytes_per_second=args.bandwidth * 1e6)
         return zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config, accelerator=place)
     finally:
-        engine._LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE = shares
+        memory_budget._COPY_LOOKAHEAD_SHARE, memory_budget._LOOKAHEAD_SHARE = shares
 
 
 def step(

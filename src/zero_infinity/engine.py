@@ -46,7 +46,7 @@ from zero_infinity.params.environment import environment_of
 from zero_infinity.params.moe_routing import RoutingWatch
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.unit import ManagedParameter, Unit, refuse_shared_memory
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.memory_budget import Home, copy_lookahead
 from zero_infinity.run_trace import BACKWARD, STEP
 from zero_infinity.tiers.accelerator import ComputeDevice, CpuDevice, DeviceMemory
 from zero_infinity.tiers.device_cache import DeviceCache, UnitSource
@@ -56,9 +56,6 @@ from zero_infinity.tiling.materialize import Lender, Materializer
 from zero_infinity.tiling.tiled_ops import TiledWeight
 from zero_infinity.trace import COPIES, DEVICE, HOST
 from zero_infinity.units import format_count
-
-# Copies are made ahead as far as this part of their room reaches.
-_LOOKAHEAD_SHARE = 1 / 3
 
 
 class TrainingEngine:
@@ -219,7 +216,7 @@ class TrainingEngine:
         budget = copies or self.config.device_memory or where.budget
         channel = self._channels.copies if self._channels is not None else None
         tier = COPIES if self._accelerator is None else DEVICE
-        cache = DeviceCache(self.host_cache, where, budget, int(budget * _LOOKAHEAD_SHARE), channel, tier=tier)
+        cache = DeviceCache(self.host_cache, where, budget, copy_lookahead(budget), channel, tier=tier)
         self.host.closers.append(cache.copier.close)
         return cache
 

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_infinity.cli.engine_division import divide
 from zero_infinity.errors import ConfigError
 from zero_infinity.papers import catalogue
 from zero_infinity.papers.exhibit import Cell, Exhibit
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     exhibits: list[Exhibit] = []
     console = Console()
     for name in names:
-        exhibit = catalogue.make(name, divide)
+        exhibit = catalogue.make(name)
         exhibits.append(exhibit)
         if not args.json:
             _print(console, exhibit)
