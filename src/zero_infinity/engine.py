@@ -49,7 +49,7 @@ from zero_infinity.params.environment import environment_of
 from zero_infinity.params.moe_routing import RoutingWatch
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.unit import ManagedParameter, Unit, refuse_shared_memory
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.memory_budget import Home, copy_lookahead
 from zero_infinity.run_trace import BACKWARD, STEP
 from zero_infinity.tiers.accelerator import ComputeDevice, CpuDevice, DeviceMemory
 from zero_infinity.tiers.device_cache import DeviceCache, UnitSource
@@ -59,9 +59,6 @@ from zero_infinity.tiling.materialize import Lender, Materializer
 from zero_infinity.tiling.tiled_ops import TiledWeight
 from zero_infinity.trace import COPIES, DEVICE, HOST
 from zero_infinity.units import format_count
-
-# Copies are made ahead as far as this part of their room reaches.
-_LOOKAHEAD_SHARE = 1 / 3
 
 
 class TrainingEngine:
@@ -229,7 +226,7 @@ class TrainingEngine:
         budget = copies or self.config.device_memory or where.budget
         channel = self._channels.copies if self._channels is not None else None
         tier = COPIES if self._accelerator is None else DEVICE
-        lookahead, make_policy = int(budget * _LOOKAHEAD_SHARE), self.host.parts.make_policy
+        lookahead, make_policy = copy_lookahead(budget), self.host.parts.make_policy
         cache = DeviceCache(self.host_cache, where, budget, lookahead, channel, tier=tier, make_policy=make_policy)
         self.host.closers.append(cache.copier.close)
         return cache

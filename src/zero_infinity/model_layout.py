@@ -21,9 +21,10 @@ from zero_infinity.params import offloaded_param
 from zero_infinity.params.environment import TrainingEnvironment
 from zero_infinity.params.parameter_store import ParameterStore, store_of
 from zero_infinity.params.unit import ManagedParameter, Unit, find_parameters, make_unit
-from zero_infinity.policy.memory_budget import Home, MemoryDivision, UnitSize, bucket_bytes, place, room_for_copies
+from zero_infinity.policy.memory_budget import Home, MemoryDivision, SharedBuffers, UnitSize, place, shared_buffers
 from zero_infinity.policy.partition import Span
 from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.unit_sizes import ElementBytes, UnitElements, unit_size
 from zero_infinity.tiers.device_cache import check_room, copy_size
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.tile_plan import Tiling, check_room_to_cut, cut, find_tileable
@@ -88,24 +89,20 @@ def _lay_out(
     managed = {p.parameter: p.whole or p for unit in units for p in unit.parameters}
     unmanaged = _assign_groups(optimizer, managed, list(model.parameters()))
     records = _make_records(units, optimizer, around)
-    # A rank of stage 1 updates its part, and keeps whole gradients until then.
-    whole_gradients = around.ranks is not None and config.stage == 1
-    sizes = [_size(unit, records.get(unit), whole_gradients=whole_gradients) for unit in units]
+    whole_gradients = around.sharding.keeps_whole_gradients
+    sizes = [_size(unit, records.get(unit), around) for unit in units]
     hosts = {store_of(p) for unit in {*units, *replaced} for p in unit.parameters if unit.block is not None}
     for host in hosts:
         host.check_same_place(config)
 
     together = _needed_together(owners, recomputed)
-    bucket = bucket_bytes(around.common_budget) if around.ranks is not None else 0
-    copies = 0
-    if accelerator is None:
-        copies = _room_for_copies(units, together, around.common_budget)
-    else:
+    buffers = _buffers(dict(zip(units, sizes, strict=True)), together, around)
+    if accelerator is not None:
         check_room(together, config.device_memory or accelerator.budget)
     at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
     # Units that are about to be replaced are still there while their successors move in.
     old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
-    free = around.budget - copies - old - 2 * bucket
+    free = around.budget - buffers.total - old
     activations = config.offload_activations in (True, "all")
     placement = place(sizes, free, at_once, nvme=bool(config.nvme), activations=activations)
     check_room_to_cut(sorting.tiled, placement.cache, around.budget)
@@ -122,8 +119,8 @@ def _lay_out(
         sizes=sizes,
         whole_gradients=whole_gradients,
         placement=placement,
-        copies=copies,
-        bucket_bytes=bucket,
+        copies=buffers.copies,
+        bucket_bytes=buffers.bucket,
         spare=SpareBytes(free - placement.needed),
     )
 
@@ -250,16 +247,22 @@ def _make_records(units: Iterable[Unit], optimizer: Optimizer, around: TrainingE
     return {unit: record for unit, record in made.items() if record is not None}
 
 
-def _size(unit: Unit, record: StateRecord | None, *, whole_gradients: bool) -> UnitSize:
-    home = unit.block.home if unit.block is not None else None
-    if record is None:
-        return UnitSize(unit.name, round_up(unit.stored_bytes), 0, 0, 0, home)
-    whole = record.num_elements(Span(0, unit.num_elements)) * record.dtype.itemsize
-    mine = record.num_elements(unit.owned) * record.dtype.itemsize
-    # A sum over ranks comes beside the gradient that it is made of.
-    arriving = whole if mine == whole and len(unit.spans) == 1 else whole + mine
-    kept = whole if whole_gradients else mine
-    return UnitSize(unit.name, round_up(unit.stored_bytes), mine * len(record.slots), kept, arriving, home)
+def _size(unit: Unit, record: StateRecord | None, around: TrainingEnvironment) -> UnitSize:
+    trained = updated = 0
+    widths = ElementBytes(unit.dtype.itemsize, record=0, gradient=0)
+    if record is not None:
+        trained, updated = record.num_elements(Span(0, unit.num_elements)), record.num_elements(unit.owned)
+        widths = record.widths
+    return unit_size(
+        unit.name,
+        UnitElements(len(unit.stored), trained, updated),
+        widths,
+        is_reduced=around.sharding.is_distributed,
+        whole_gradients=around.sharding.keeps_whole_gradients,
+        # An accelerator has memory of its own for copies.
+        copied=copy_size(unit) if around.accelerator is None and is_copied(unit) else 0,
+        home=unit.block.home if unit.block is not None else None,
+    )
 
 
 def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[list[Unit]]:
@@ -283,10 +286,13 @@ def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[li
     return together
 
 
-def _room_for_copies(units: Sequence[Unit], together: Sequence[Sequence[Unit]], memory: int) -> int:
-    """Room for copies in another dtype than is stored, and for whole units of which a part is stored."""
-    sizes = [copy_size(unit) for unit in units if is_copied(unit)]
-    if not sizes:
-        return 0
-    at_once = max(sum(copy_size(unit) for unit in group if is_copied(unit)) for group in together)
-    return room_for_copies(sizes, at_once, memory, gathered=any(unit.is_stored_in_parts for unit in units))
+def _buffers(
+    sizes: dict[Unit, UnitSize], together: Sequence[Sequence[Unit]], around: TrainingEnvironment
+) -> SharedBuffers:
+    return shared_buffers(
+        list(sizes.values()),
+        max((sum(sizes[unit].copied for unit in group) for group in together), default=0),
+        around.common_budget,
+        gathered=around.sharding.shards_parameters,
+        num_ranks=around.sharding.partition.num_ranks,
+    )

@@ -10,8 +10,8 @@ import torch
 from support.prompt import let_nothing_lag
 
 import zero_infinity as zi
+from zero_infinity.activations.block_finder import repeated_blocks
 from zero_infinity.api import engine_of
-from zero_infinity.cli.engine_division import divide, find_blocks
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.planner import hardware, module_shapes
@@ -30,14 +30,14 @@ def planned(memory: int, *, early: bool, batch: int = 1, **settings: Any) -> Sim
         inputs = {"tokens": tokens, "targets": tokens}
         network = ByteGPT(SHAPE)
         model = module_shapes.describe(
-            network, inputs, batch=batch, seq=SHAPE.seq, name="gpt", dtype_bytes=4, blocks=find_blocks(network)
+            network, inputs, batch=batch, seq=SHAPE.seq, name="gpt", dtype_bytes=4, blocks=repeated_blocks(network)
         )
     interval = int(settings.get("checkpoint_activations", False))
     offload = settings.get("offload_activations")
     job = TrainingJob(
         batch=batch, states=SINGLE, memory=memory, interval=interval, early_update=early, offload_checkpoints=offload
     )
-    return simulate(prepare(model, hardware.load("laptop"), job, divide))
+    return simulate(prepare(model, hardware.load("laptop"), job))
 
 
 def measured(memory: int, directory: Path, *, early: bool, batch: int = 1, **settings: Any) -> tuple[int, int, int]:

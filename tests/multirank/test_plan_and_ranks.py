@@ -10,7 +10,6 @@ import torch
 from support.rank_scripts import train_gpt
 from support.ranks import run_ranks
 
-from zero_infinity.cli.engine_division import divide
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.planner import hardware, module_shapes
@@ -35,7 +34,7 @@ def test_the_bytes_of_a_rank_are_those_that_were_planned(
         model = module_shapes.describe(ByteGPT(SHAPE), inputs, batch=1, seq=SHAPE.seq, name="gpt", dtype_bytes=4)
     machine = replace(hardware.load("laptop"), devices_per_node=num_ranks)
     job = TrainingJob(batch=1, states=SINGLE, memory=memory * num_ranks, interval=0, early_update=early)
-    plan = simulate(prepare(model, machine, job, divide))
+    plan = simulate(prepare(model, machine, job))
     sent = {traffic.link: traffic.num_bytes for traffic in plan.traffic}[RANKS]
 
     settings = {"memory": memory, "nvme": tmp_path, "update": "auto" if early else "after_backward"}

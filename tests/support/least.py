@@ -25,7 +25,7 @@ def least_accepted(prepare: Callable[[int], Any], *, most: int = 8 << 20) -> int
 
     page = 4096
     refused, enough = 0, -(-most // page)
-    with mock.patch.object(engine_module, "ParameterHost", stop):
+    with mock.patch.object(engine_module, "ParameterStore", stop):
         while enough - refused > 1:
             middle = (refused + enough) // 2
             try:

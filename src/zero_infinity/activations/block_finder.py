@@ -27,6 +27,14 @@ def find_stacks(model: nn.Module, class_names: Sequence[str] = ()) -> list[Stack
     return _stacks_of(model, class_names) if class_names else _repeated(model)
 
 
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """All blocks of a model in their order, found by what they look like; empty if it has none."""
+    try:
+        return [block for stack in find_stacks(model) for block in stack]
+    except UsageError:
+        return []
+
+
 def _repeated(model: nn.Module) -> list[Stack]:
     found = dict(_containers(model))
     inner = {m for owner in found for m in owner.modules() if m is not owner}

@@ -143,7 +143,7 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
     """What the planner says, given how fast plain PyTorch, the drive and the link were."""
     import torch
 
-    from zero_infinity.cli.engine_division import divide, find_blocks
+    from zero_infinity.activations.block_finder import repeated_blocks
     from zero_infinity.models.byte_gpt import ByteGPT
     from zero_infinity.planner import module_shapes
     from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
@@ -163,7 +163,7 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
             seq=shape.seq,
             name=configuration.name,
             dtype_bytes=4,
-            blocks=find_blocks(network),
+            blocks=repeated_blocks(network),
         )
     # The emulated accelerator copies the bytes, and then waits as long as its link would take.
     link = 1 / (1 / configuration.device_rate + 2 / calibration.copy_rate) if configuration.device_rate else 1e10
@@ -202,7 +202,7 @@ def predict(configuration: Configuration, calibration: Calibration, block: float
         parameters_on="NVMe" if configuration.part is not None else None,
         optimizer_on="NVMe" if configuration.part is not None else None,
     )
-    outcome = simulate(prepare(model.timed(calibration.modules), hardware, job, divide))
+    outcome = simulate(prepare(model.timed(calibration.modules), hardware, job))
     moved = {traffic.link: traffic.num_bytes for traffic in outcome.traffic}
     return Figures(
         outcome.seconds,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zero_infinity._torch import FAKE_TENSOR_LOGGER, NEEDS_VALUES, FakeTensorMode
-from zero_infinity.cli.engine_division import find_blocks
+from zero_infinity.activations.block_finder import repeated_blocks
 from zero_infinity.errors import ConfigError
 from zero_infinity.models import hugging_face
 from zero_infinity.models.hugging_face import HuggingFaceConfig
@@ -40,7 +40,7 @@ def from_config(path: Path, seq: int | None) -> ModelShape:
     with _quiet(), FakeTensorMode():
         try:
             model = config.build(without_memory=True)
-            blocks = find_blocks(model)
+            blocks = repeated_blocks(model)
             return _run(config, model, blocks, length)
         except ConfigError:
             raise
@@ -56,7 +56,7 @@ def from_config(path: Path, seq: int | None) -> ModelShape:
     name = str(config.settings.model_type)
     print(f"warning: {name} cannot run without values ({reason}); counted by its parameters", file=sys.stderr)
     part = hugging_face.part_of_experts(config)
-    return module_shapes.outline(model, seq=length, name=name, blocks=find_blocks(model), part_of_experts=part)
+    return module_shapes.outline(model, seq=length, name=name, blocks=repeated_blocks(model), part_of_experts=part)
 
 
 def check(config: HuggingFaceConfig) -> None:

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_infinity.cli import plan_arguments
-from zero_infinity.cli.engine_division import divide
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner import hardware as profiles
 from zero_infinity.planner.plan import BandwidthNeed, Plan, alternatives, make_plan, works
@@ -44,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     job = plan_arguments.job_of(args, hardware)
     model = plan_arguments.model_of(args)
     try:
-        plan = make_plan(model, hardware, job, divide)
+        plan = make_plan(model, hardware, job)
     except CapacityError as error:
-        found = alternatives(model, hardware, job, divide, shorten=args.seq is not None)
-        if args.nvme == "none" and works(model, profiles.load(args.hardware), job, divide):
+        found = alternatives(model, hardware, job, shorten=args.seq is not None)
+        if args.nvme == "none" and works(model, profiles.load(args.hardware), job):
             found.append("--nvme DIR: the drives that the machine has")
         tried = "".join(f"\n  works: {change}" for change in found) or "\n  works: nothing that was tried"
         raise CapacityError(f"{error}{tried}") from None
@@ -62,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(console: Console, plan: Plan, name: str, num_parameters: int, settings: dict[str, str | int]) -> None:
-    setup, outcome = plan.setup, plan.outcome
-    ranks = f"{setup.job.num_nodes} x {setup.num_devices}"
+    inputs, outcome = plan.inputs, plan.outcome
+    ranks = f"{inputs.job.num_nodes} x {inputs.num_devices}"
     console.print(
-        f"[bold]{escape(name)}[/]: {format_count(num_parameters)} parameters on {ranks} of {setup.hardware.name}"
+        f"[bold]{escape(name)}[/]: {format_count(num_parameters)} parameters on {ranks} of {inputs.hardware.name}"
     )
     console.print(_memory_table(plan))
     console.print(_bandwidth_table(plan.needs))
@@ -120,7 +119,7 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
         ("tokens/s", f"{outcome.tokens_per_second:,.1f}"),
         ("a device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
         ("bottleneck", outcome.bottleneck),
-        ("storage read", f"{format_bytes(outcome.read_bytes * plan.setup.num_devices)} a node"),
+        ("storage read", f"{format_bytes(outcome.read_bytes * plan.inputs.num_devices)} a node"),
         ("storage written", f"{format_bytes(plan.written_per_node)} a node"),
         ("drives last", "-" if life is None else f"{format_seconds(life)} of training"),
         ("largest model", f"{format_count(plan.largest_model)} parameters, by states alone"),
@@ -134,17 +133,17 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> dict[str, Any]:
-    outcome, setup = plan.outcome, plan.setup
+    outcome, inputs = plan.outcome, plan.inputs
     return {
-        "model": setup.model.name,
+        "model": inputs.model.name,
         "num_parameters": num_parameters,
-        "hardware": setup.hardware.name,
-        "num_nodes": setup.job.num_nodes,
-        "devices_per_node": setup.num_devices,
+        "hardware": inputs.hardware.name,
+        "num_nodes": inputs.job.num_nodes,
+        "devices_per_node": inputs.num_devices,
         "homes": {
-            "parameters": setup.homes.parameters.name,
-            "optimizer": setup.homes.optimizer.name,
-            "checkpoints": setup.homes.checkpoints.name,
+            "parameters": inputs.homes.parameters.name,
+            "optimizer": inputs.homes.optimizer.name,
+            "checkpoints": inputs.homes.checkpoints.name,
         },
         "tiers": [
             {"name": use.tier.name, "kind": use.tier.kind, "capacity": use.tier.capacity, "bytes": use.uses}

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_infinity.cli import plan_arguments
-from zero_infinity.cli.engine_division import divide
 from zero_infinity.cli.plan import outcome_json
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner.outcome import SimulatedStep
@@ -51,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {args.trace}: the directory does not exist")
     started = time.perf_counter()
-    setup = prepare(model, hardware, job, divide)
-    trace = _make_trace(setup, model.name) if args.trace is not None else None
-    outcome = simulate(setup, trace)
+    inputs = prepare(model, hardware, job)
+    trace = _make_trace(inputs, model.name) if args.trace is not None else None
+    outcome = simulate(inputs, trace)
     seconds = time.perf_counter() - started
     if trace is not None:
         try:
@@ -61,22 +60,22 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--trace {args.trace}: cannot be written: {error.strerror}") from None
     if args.json:
-        print(json.dumps({"model": model.name, "num_ranks": setup.num_ranks, **outcome_json(outcome)}, indent=2))
+        print(json.dumps({"model": model.name, "num_ranks": inputs.num_ranks, **outcome_json(outcome)}, indent=2))
     else:
-        _print(Console(), setup, outcome, f"{model.name}: {format_count(model.num_parameters)} parameters", seconds)
+        _print(Console(), inputs, outcome, f"{model.name}: {format_count(model.num_parameters)} parameters", seconds)
     return 0
 
 
-def _make_trace(setup: PlanInputs, name: str) -> Trace:
-    budgets = {setup.hardware.host.name: setup.host_memory}
-    if setup.device_cache is not None and setup.hardware.device is not None:
-        budgets[setup.hardware.device.name] = setup.device_cache
-    part = "" if setup.scale == 1 else f", one of {setup.scale:.3g} slices of its blocks"
-    return Trace(f"{name} on {_devices(setup)} of {setup.hardware.name}, two steps, simulated{part}", budgets)
+def _make_trace(inputs: PlanInputs, name: str) -> Trace:
+    budgets = {inputs.hardware.host.name: inputs.host.memory}
+    if inputs.device_cache is not None and inputs.hardware.device is not None:
+        budgets[inputs.hardware.device.name] = inputs.device_cache
+    part = "" if inputs.scale == 1 else f", one of {inputs.scale:.3g} slices of its blocks"
+    return Trace(f"{name} on {_devices(inputs)} of {inputs.hardware.name}, two steps, simulated{part}", budgets)
 
 
-def _print(console: Console, setup: PlanInputs, outcome: SimulatedStep, title: str, seconds: float) -> None:
-    console.print(f"[bold]{escape(title)}[/] on {_devices(setup)} of {escape(setup.hardware.name)}")
+def _print(console: Console, inputs: PlanInputs, outcome: SimulatedStep, title: str, seconds: float) -> None:
+    console.print(f"[bold]{escape(title)}[/] on {_devices(inputs)} of {escape(inputs.hardware.name)}")
     table = Table("link", "bytes of a rank", "busy", "of the step")
     for traffic in outcome.traffic:
         if traffic.busy_seconds:
@@ -98,5 +97,5 @@ def _print(console: Console, setup: PlanInputs, outcome: SimulatedStep, title: s
     console.print(rows)
 
 
-def _devices(setup: PlanInputs) -> str:
-    return "1 device" if setup.num_ranks == 1 else f"{setup.num_ranks:,} devices"
+def _devices(inputs: PlanInputs) -> str:
+    return "1 device" if inputs.num_ranks == 1 else f"{inputs.num_ranks:,} devices"

@@ -17,7 +17,8 @@ from zero_infinity.optim.update_rule import Scalars, probe_state_names
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.policy.partition import Span
-from zero_infinity.policy.sizes import GRAIN, round_up_elements
+from zero_infinity.policy.sizes import round_up_elements
+from zero_infinity.policy.unit_sizes import ElementBytes, chunk_elements
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 
@@ -77,6 +78,12 @@ class StateRecord:
         names = dict.fromkeys(name for names in self.state_names.values() for name in names)
         return ((MASTER,) if self.has_master else ()) + tuple(names)
 
+    @property
+    def widths(self) -> ElementBytes:
+        """Bytes per element."""
+        itemsize = self.dtype.itemsize
+        return ElementBytes(self.unit.dtype.itemsize, record=len(self.slots) * itemsize, gradient=itemsize)
+
     def num_elements(self, span: Span) -> int:
         """Elements from the first to the last one in `span` that is trained: what chunks cover at most."""
         trained = list(self.state_names)
@@ -109,11 +116,11 @@ def make_chunks(
 ) -> Iterator[Block]:
     """Cut the record into chunks of about `chunk_bytes`; yields their blocks."""
     slots = record.slots
-    chunk_elements = chunk_bytes // (max(1, len(slots)) * record.dtype.itemsize)
+    num_elements = chunk_elements(chunk_bytes, record.widths)
     owned = record.unit.owned
     others = (Span(0, owned.start), Span(owned.stop, record.unit.num_elements)) if whole_gradients else ()
     for span in (owned, *others):
-        for start, stop, segments in cut(list(record.state_names), chunk_elements, span):
+        for start, stop, segments in cut(list(record.state_names), num_elements, span):
             name = f"{record.unit.name}[{len(record.gradient_chunks)}]"
             size = (stop - start) * record.dtype.itemsize
             is_kept = bool(slots) and span is owned
@@ -126,10 +133,12 @@ def make_chunks(
 
 
 def cut(
-    trained: list[ManagedParameter], chunk_elements: int, span: Span
+    trained: list[ManagedParameter], num_elements: int, span: Span
 ) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
-    """Cut what `span` has of the trained parameters into ranges that start at multiples of GRAIN; frozen get none."""
-    chunk_elements = max(GRAIN, chunk_elements // GRAIN * GRAIN)
+    """Cut what `span` has of the trained parameters into ranges of at most `num_elements` (whole grains) elements.
+
+    Ranges start at multiples of GRAIN. Frozen parameters are left out.
+    """
     start = 0
     segments: list[Segment] = []
     for parameter in trained:
@@ -137,12 +146,12 @@ def cut(
         done = mine.start - parameter.offset
         while parameter.offset + done < mine.stop:
             begin = parameter.offset + done
-            if segments and begin - start >= chunk_elements:
+            if segments and begin - start >= num_elements:
                 yield start, _end(start, segments), tuple(segments)
                 segments = []
             if not segments:
                 start = begin
-            take = min(start + chunk_elements, mine.stop) - begin
+            take = min(start + num_elements, mine.stop) - begin
             segments.append(Segment(parameter, done, done + take, begin - start))
             done += take
     if segments:

@@ -9,9 +9,8 @@ from functools import partial
 from zero_infinity.errors import ConfigError
 from zero_infinity.papers import bandwidth_tables, infinity_paper, infinity_scale, simulated_figures, zero_paper
 from zero_infinity.papers.exhibit import Exhibit
-from zero_infinity.planner.plan_inputs import Divide
 
-_EQUATIONS: dict[str, Callable[[], Exhibit]] = {
+_EXHIBITS: dict[str, Callable[[], Exhibit]] = {
     "zero-table1": zero_paper.table_1,
     "zero-table2": zero_paper.table_2,
     "zero-figure1": zero_paper.figure_1,
@@ -29,8 +28,6 @@ _EQUATIONS: dict[str, Callable[[], Exhibit]] = {
     "bandwidth-required": bandwidth_tables.required,
     "bandwidth-partitioned": bandwidth_tables.partitioned,
     "bandwidth-sufficient": bandwidth_tables.sufficient,
-}
-_SIMULATED: dict[str, Callable[[Divide], Exhibit]] = {
     "infinity-figure5a": simulated_figures.figure_5a,
     "infinity-figure5b": simulated_figures.figure_5b,
     "infinity-figure5c": simulated_figures.figure_5c,
@@ -39,15 +36,13 @@ _SIMULATED: dict[str, Callable[[Divide], Exhibit]] = {
     "infinity-figure6e": simulated_figures.figure_6e,
 }
 _PAPERS = ("zero", "infinity", "bandwidth")
-NAMES = tuple(sorted((*_EQUATIONS, *_SIMULATED), key=lambda name: (_PAPERS.index(name.split("-")[0]), name)))
+NAMES = tuple(sorted(_EXHIBITS, key=lambda name: (_PAPERS.index(name.split("-")[0]), name)))
 
 
-def make(name: str, divide: Divide) -> Exhibit:
-    """The exhibit of that name. `divide` is the engine's division of memory, for those that are simulated."""
-    if name in _EQUATIONS:
-        return _EQUATIONS[name]()
-    if name in _SIMULATED:
-        return _SIMULATED[name](divide)
+def make(name: str) -> Exhibit:
+    """The exhibit of that name."""
+    if name in _EXHIBITS:
+        return _EXHIBITS[name]()
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"there is no exhibit {name!r}; {hint}there are: all, {', '.join(NAMES)}")

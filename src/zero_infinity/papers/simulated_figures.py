@@ -20,7 +20,7 @@ from zero_infinity.papers.infinity_paper import SOURCE, TABLE_4
 from zero_infinity.planner.hardware import Hardware, load
 from zero_infinity.planner.model_shapes import ModelShape, known, transformer
 from zero_infinity.planner.outcome import SimulatedStep
-from zero_infinity.planner.plan_inputs import Divide, prepare
+from zero_infinity.planner.plan_inputs import prepare
 from zero_infinity.planner.simulator import simulate
 from zero_infinity.planner.training_job import PAPER, HomeRule, PartitionMode, TrainingJob
 
@@ -77,11 +77,11 @@ def paper_job(hardware: Hardware, model: ModelShape, job: TrainingJob) -> Traini
     return replace(job, states=PAPER, early_update=False, memory=memory, placement=HomeRule.PAPER)
 
 
-def run_paper_job(hardware: Hardware, model: ModelShape, job: TrainingJob, divide: Divide) -> SimulatedStep:
-    return simulate(prepare(model, hardware, paper_job(hardware, model, job), divide))
+def run_paper_job(hardware: Hardware, model: ModelShape, job: TrainingJob) -> SimulatedStep:
+    return simulate(prepare(model, hardware, paper_job(hardware, model, job)))
 
 
-def _throughput(runs: tuple[_Run, ...], nodes: int, divide: Divide) -> list[Cell]:
+def _throughput(runs: tuple[_Run, ...], nodes: int) -> list[Cell]:
     hardware = load("dgx2")
     cells: list[Cell] = []
     for schedule, overlap in _SCHEDULES.items():
@@ -94,7 +94,7 @@ def _throughput(runs: tuple[_Run, ...], nodes: int, divide: Divide) -> list[Cell
                 parameters_on=run.parameters_on,
                 optimizer_on=run.optimizer_on,
             )
-            outcome = run_paper_job(hardware, known(run.model), job, divide)
+            outcome = run_paper_job(hardware, known(run.model), job)
             ours = outcome.flops_per_second / _TERA
             cells.append(Cell((schedule, run.label), ours, run.printed, _note(run, ours), x=x))
     return cells
@@ -108,14 +108,14 @@ def _note(run: _Run, ours: float) -> str:
     return "; ".join(filter(None, (f"{where} table 4's {low:g}-{high:g}", run.note)))
 
 
-def figure_5a(divide: Divide) -> Exhibit:
+def figure_5a() -> Exhibit:
     return Exhibit(
         "infinity-figure5a",
         "Throughput on 512 V100, by model size",
         f"{SOURCE}, figure 5a",
         ("schedule", "model"),
         "TFLOP/s a GPU",
-        tuple(_throughput(_FIGURE_5A, 32, divide)),
+        tuple(_throughput(_FIGURE_5A, 32)),
         (
             _NO_SLICING,
             "3D parallelism reached 47 at 0.5T and ran out of memory beyond.",
@@ -126,13 +126,13 @@ def figure_5a(divide: Divide) -> Exhibit:
     )
 
 
-def figure_5b(divide: Divide) -> Exhibit:
+def figure_5b() -> Exhibit:
     hardware, model = load("dgx2"), known("zi-1t")
     cells: list[Cell] = []
     for schedule, overlap in _SCHEDULES.items():
         for nodes, printed in _FIGURE_5B.items():
             job = TrainingJob(batch=5, num_nodes=nodes, overlap=overlap, parameters_on="NVMe", optimizer_on="NVMe")
-            outcome = run_paper_job(hardware, model, job, divide)
+            outcome = run_paper_job(hardware, model, job)
             ours = outcome.flops_per_second * outcome.num_ranks / 1e15
             cells.append(Cell((schedule, str(16 * nodes)), ours, printed, x=16 * nodes))
     return Exhibit(
@@ -148,21 +148,21 @@ def figure_5b(divide: Divide) -> Exhibit:
     )
 
 
-def figure_5c(divide: Divide) -> Exhibit:
+def figure_5c() -> Exhibit:
     return Exhibit(
         "infinity-figure5c",
         "Throughput on one DGX-2 without model parallelism",
         f"{SOURCE}, figure 5c",
         ("schedule", "model"),
         "TFLOP/s a GPU",
-        tuple(_throughput(_FIGURE_5C, 1, divide)),
+        tuple(_throughput(_FIGURE_5C, 1)),
         ("At 10B 3D parallelism reached 48 and ZeRO-Offload 35; both ran out of memory from 50B on.",),
         Plot(PlotKind.BARS, "model", "TFLOP/s a GPU"),
         measured=True,
     )
 
 
-def figure_6c(divide: Divide) -> Exhibit:
+def figure_6c() -> Exhibit:
     hardware, model = load("dgx2"), transformer(10, 8192, 32, _SEQ)
     cells: list[Cell] = []
     for column, partition in enumerate((PartitionMode.ALL, PartitionMode.OWNER)):
@@ -175,7 +175,7 @@ def figure_6c(divide: Divide) -> Exhibit:
                 parameters_on="GPU",
                 optimizer_on="CPU",
             )
-            seconds = run_paper_job(hardware, model, job, divide).backward_seconds
+            seconds = run_paper_job(hardware, model, job).backward_seconds
             name = ("ZeRO-Infinity", "ZeRO-Offload")[column]
             cells.append(Cell((f"{name}: {partition}", str(gpus)), seconds, printed[column], x=gpus))
     return Exhibit(
@@ -194,13 +194,13 @@ def figure_6c(divide: Divide) -> Exhibit:
     )
 
 
-def figure_6d(divide: Divide) -> Exhibit:
+def figure_6d() -> Exhibit:
     hardware, model = load("dgx2"), transformer(10, 8192, 32, _SEQ)
     cells: list[Cell] = []
     for batch, printed in _FIGURE_6D.items():
         job = TrainingJob(batch=batch, num_nodes=4, parameters_on="CPU", optimizer_on="CPU")
         with_overlap, without = (
-            run_paper_job(hardware, model, replace(job, overlap=overlap), divide).seconds for overlap in (True, False)
+            run_paper_job(hardware, model, replace(job, overlap=overlap)).seconds for overlap in (True, False)
         )
         cells.append(Cell(("speed-up", str(batch)), without / with_overlap, printed, x=batch))
     return Exhibit(
@@ -216,7 +216,7 @@ def figure_6d(divide: Divide) -> Exhibit:
     )
 
 
-def figure_6e(divide: Divide) -> Exhibit:
+def figure_6e() -> Exhibit:
     hardware = load("dgx2")
     cells: list[Cell] = []
     for kilo, printed in _FIGURE_6E.items():
@@ -224,7 +224,7 @@ def figure_6e(divide: Divide) -> Exhibit:
         nodes, optimizer = (2, "CPU") if kilo < 64 else (4, "NVMe")
         job = TrainingJob(batch=4, num_nodes=nodes, optimizer_on=optimizer)
         kept, offloaded = (
-            run_paper_job(hardware, model, replace(job, offload_checkpoints=offload), divide).seconds
+            run_paper_job(hardware, model, replace(job, offload_checkpoints=offload)).seconds
             for offload in (False, True)
         )
         cells.append(Cell(("slowdown", f"{kilo}K"), offloaded / kept, printed, x=kilo))

@@ -12,18 +12,19 @@ from zero_infinity.planner.residual_memory import (
     checkpointed_activation_bytes,
     fused_buffer_bytes,
 )
-from zero_infinity.planner.zero_equations import Stage, communication_elements, largest_model, state_bytes
+from zero_infinity.planner.zero_equations import communication_elements, largest_model, state_bytes
+from zero_infinity.policy.zero_stage import ZeroStage
 
 _SOURCE = "ZeRO, arXiv 1910.02054"
 _GB = 1e9
 _BILLION = 1e9
 _STAGE_NAMES = {
-    Stage.NONE: "baseline",
-    Stage.OPTIMIZER: "P_os",
-    Stage.GRADIENTS: "P_os+g",
-    Stage.PARAMETERS: "P_os+g+p",
+    ZeroStage.NONE: "baseline",
+    ZeroStage.OPTIMIZER: "P_os",
+    ZeroStage.GRADIENTS: "P_os+g",
+    ZeroStage.PARAMETERS: "P_os+g+p",
 }
-_STAGES = (Stage.OPTIMIZER, Stage.GRADIENTS, Stage.PARAMETERS)
+_STAGES = (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
 
 # Rows: degree of data parallelism. Columns: 7.5B, 128B and 1T parameters, each with the three stages.
 _TABLE_1 = {
@@ -47,7 +48,12 @@ _TABLE_2 = {
 _TABLE_2_RANKS = 64  # data-parallel, in every row
 _V100_BYTES = 32e9
 
-_FIGURE_1 = {Stage.NONE: "120", Stage.OPTIMIZER: "31.4", Stage.GRADIENTS: "16.6", Stage.PARAMETERS: "1.9"}
+_FIGURE_1 = {
+    ZeroStage.NONE: "120",
+    ZeroStage.OPTIMIZER: "31.4",
+    ZeroStage.GRADIENTS: "16.6",
+    ZeroStage.PARAMETERS: "1.9",
+}
 
 
 def table_1() -> Exhibit:
@@ -74,7 +80,7 @@ def table_1() -> Exhibit:
 
 def table_2() -> Exhibit:
     cells = []
-    stages = list(Stage)
+    stages = list(ZeroStage)
     for model_parallel, printed in _TABLE_2.items():
         for stage, text in zip(stages, printed, strict=False):
             ours = largest_model(_V100_BYTES, stage, _TABLE_2_RANKS, model_parallel) / _BILLION
@@ -88,7 +94,7 @@ def table_2() -> Exhibit:
                 else:
                     note = f"printed as {float(text) / 1000:g}T"
             cells.append(Cell(cell.keys, ours, text, note, x=model_parallel))
-        measured = {Stage.NONE: printed[4], Stage.OPTIMIZER: printed[5]}
+        measured = {ZeroStage.NONE: printed[4], ZeroStage.OPTIMIZER: printed[5]}
         for stage, text in measured.items():
             bound = largest_model(_V100_BYTES, stage, _TABLE_2_RANKS, model_parallel) / _BILLION
             cells.append(
@@ -157,7 +163,7 @@ def residual() -> Exhibit:
             "section 8: less than 10%",
         ),
     ]
-    printed = {Stage.NONE: "2", Stage.OPTIMIZER: "2", Stage.GRADIENTS: "2", Stage.PARAMETERS: "3"}
+    printed = {ZeroStage.NONE: "2", ZeroStage.OPTIMIZER: "2", ZeroStage.GRADIENTS: "2", ZeroStage.PARAMETERS: "3"}
     for stage, text in printed.items():
         ring = communication_elements(1, stage, num_ranks=64)
         note = f"section 7; a ring of 64 ranks sends {ring:.3g}"

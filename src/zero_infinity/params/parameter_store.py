@@ -25,7 +25,8 @@ from zero_infinity.params.dtensor import local_of
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unshard import Unsharder
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.policy.partition import ONE_RANK, Partition, Sharding
+from zero_infinity.policy.partition import ONE_RANK, RankPartition, Sharding
+from zero_infinity.policy.zero_stage import ZeroStage
 from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
@@ -172,7 +173,7 @@ def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:
     """What this rank keeps."""
     if ranks is None:
         return ONE_RANK
-    return Sharding(ranks.rank, Partition(ranks.num_ranks, config.partition), config.stage)
+    return Sharding(ranks.rank, RankPartition(ranks.num_ranks, config.partition), ZeroStage(config.stage))
 
 
 def _nothing() -> None:

@@ -23,7 +23,8 @@ from zero_infinity._torch import no_torch_function, version_of
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import is_distributed, local_of
 from zero_infinity.policy.partition import NOTHING, ONE_RANK, Sharding, Span
-from zero_infinity.policy.sizes import GRAIN, round_up_elements
+from zero_infinity.policy.sizes import round_up_elements
+from zero_infinity.policy.unit_sizes import stored_bytes
 from zero_infinity.storage.block import Block
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Unit:
     @property
     def stored_bytes(self) -> int:
         """What its block takes, also on a rank that stores nothing of it."""
-        return max(GRAIN, len(self.stored)) * self.dtype.itemsize
+        return stored_bytes(len(self.stored), self.dtype.itemsize)
 
     def saved(self, handle: object) -> None:
         """Autograd has saved a tensor over it, and holds `handle` in its place."""

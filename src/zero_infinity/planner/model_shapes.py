@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zero_infinity.errors import ConfigError
+from zero_infinity.policy.tile_sizes import rows_per_tile
 
 OUTSIDE = -1  # the block of an operator that no checkpoint covers: embeddings, the head
 HALF_BYTES = 2
@@ -117,12 +118,11 @@ class ModelShape:
         """The same with every larger weight that can be used in tiles cut into whole rows, as the engine does it."""
         operators: list[OperatorShape] = []
         for operator in self.operators:
-            if operator.num_rows < 2 or operator.num_parameters <= max_parameters:
-                operators.append(operator)
-                continue
-            row = -(-operator.num_parameters // operator.num_rows)
-            num_tiles = -(-operator.num_rows // max(1, max_parameters // row))
-            operators += operator.tiles(-(-operator.num_rows // num_tiles) * row)
+            # A row's share of the bias counts as a part of it.
+            row = -(-operator.num_parameters // max(1, operator.num_rows))
+            fits = operator.num_parameters <= max_parameters
+            rows = None if fits else rows_per_tile(operator.num_rows, row, max_parameters)
+            operators += [operator] if rows is None else operator.tiles(rows * row)
         return replace(self, operators=tuple(operators)) if len(operators) > len(self.operators) else self
 
     def sliced(self, num_blocks: int) -> ModelShape:

@@ -1,6 +1,6 @@
 """A plan: what fits where, what bandwidth that needs, how long a step takes. The parts put together; pure.
 
-Memory is what `plan.setup` decides with the engine's own division, time and traffic are the simulator's, needs are the
+Memory is what `plan.inputs` decides with the engine's own division, time and traffic are the simulator's, needs are the
 paper's equations for this machine's speed.
 """
 
@@ -14,7 +14,7 @@ from zero_infinity.planner.bandwidth_model import DataKind, partitioned_bandwidt
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.outcome import SimulatedStep
-from zero_infinity.planner.plan_inputs import Divide, PlanInputs, prepare
+from zero_infinity.planner.plan_inputs import PlanInputs, prepare
 from zero_infinity.planner.simulator import simulate
 from zero_infinity.planner.training_job import TrainingJob
 from zero_infinity.trace import Trace
@@ -53,7 +53,7 @@ class BandwidthNeed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    setup: PlanInputs
+    inputs: PlanInputs
     outcome: SimulatedStep
     tiers: tuple[TierUse, ...]
     needs: tuple[BandwidthNeed, ...]
@@ -64,36 +64,34 @@ class Plan:
     @property
     def settings(self) -> dict[str, str | int]:
         """What to put into `zi.Config`; where the drive is mounted is the user's to say."""
-        setup = self.setup
-        settings: dict[str, str | int] = {"memory": _round_size(setup.host_memory)}
-        if setup.device_cache is not None and setup.hardware.device is not None:
-            settings["device_memory"] = _round_size(setup.device_cache)
-        if setup.streams:
+        inputs = self.inputs
+        settings: dict[str, str | int] = {"memory": _round_size(inputs.host.memory)}
+        if inputs.device_cache is not None and inputs.hardware.device is not None:
+            settings["device_memory"] = _round_size(inputs.device_cache)
+        if inputs.streams:
             settings["nvme"] = "/path/on/a/drive"
-        if setup.job.states.parameter < setup.job.states.gradient:
+        if inputs.job.states.parameter < inputs.job.states.gradient:
             settings["param_dtype"] = "bfloat16"
-        if setup.job.interval == 1 and setup.model.num_blocks:  # the engine refuses a model without blocks
+        if inputs.job.interval == 1 and inputs.model.num_blocks:  # the engine refuses a model without blocks
             settings["checkpoint_activations"] = True
-            computing = setup.hardware.device or setup.hardware.host
-            if setup.homes.checkpoints is not computing:
+            computing = inputs.hardware.device or inputs.hardware.host
+            if inputs.homes.checkpoints is not computing:
                 settings["offload_activations"] = True
         return settings
 
 
-def make_plan(
-    model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide, trace: Trace | None = None
-) -> Plan:
+def make_plan(model: ModelShape, hardware: Hardware, job: TrainingJob, trace: Trace | None = None) -> Plan:
     """Plan a job; `CapacityError` when it cannot work."""
-    setup = prepare(model, hardware, job, divide)
-    outcome = simulate(setup, trace)
-    written = outcome.written_bytes * setup.num_devices
+    inputs = prepare(model, hardware, job)
+    outcome = simulate(inputs, trace)
+    written = outcome.written_bytes * inputs.num_devices
     return Plan(
-        setup,
+        inputs,
         outcome,
-        _tier_uses(setup, model),
-        _needs(setup),
+        _tier_uses(inputs, model),
+        _needs(inputs),
         written,
-        _drive_life(setup, written, outcome.seconds),
+        _drive_life(inputs, written, outcome.seconds),
         largest_model(hardware, job),
     )
 
@@ -112,75 +110,73 @@ def largest_model(hardware: Hardware, job: TrainingJob) -> int:
     return job.num_nodes * node_bytes // per_parameter
 
 
-def alternatives(
-    model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide, *, shorten: bool = False
-) -> list[str]:
+def alternatives(model: ModelShape, hardware: Hardware, job: TrainingJob, *, shorten: bool = False) -> list[str]:
     """Changes to a job that cannot work after which it would, each tried.
 
     `shorten`: sequences, too; with a token's cost in the longer one, which is more than it would be.
     """
     found: list[str] = []
     nodes = 2 * job.num_nodes
-    while nodes <= _MAX_NODES and not works(model, hardware, replace(job, num_nodes=nodes), divide):
+    while nodes <= _MAX_NODES and not works(model, hardware, replace(job, num_nodes=nodes)):
         nodes *= 2
     if nodes <= _MAX_NODES:
         found.append(f"--nodes {nodes}")
     batch = math.ceil(job.batch) // 2
-    while batch >= 1 and not works(model, hardware, replace(job, batch=batch), divide):
+    while batch >= 1 and not works(model, hardware, replace(job, batch=batch)):
         batch //= 2
     if batch >= 1:
         found.append(f"--batch {batch}")
     seq = model.seq // 2 if shorten else 0
-    while seq >= _MIN_SEQ and not works(replace(model, seq=seq), hardware, job, divide):
+    while seq >= _MIN_SEQ and not works(replace(model, seq=seq), hardware, job):
         seq //= 2
     if seq >= _MIN_SEQ:
         found.append(f"--seq {seq}")
-    if job.memory is not None and works(model, hardware, replace(job, memory=None), divide):
+    if job.memory is not None and works(model, hardware, replace(job, memory=None)):
         found.append("no --memory: all that the machine has")
-    if job.device_memory is not None and works(model, hardware, replace(job, device_memory=None), divide):
+    if job.device_memory is not None and works(model, hardware, replace(job, device_memory=None)):
         found.append("no --device-memory: what activations and states leave")
     return found
 
 
-def works(model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide) -> bool:
+def works(model: ModelShape, hardware: Hardware, job: TrainingJob) -> bool:
     """Whether there is a plan at all."""
     try:
-        prepare(model, hardware, job, divide)
+        prepare(model, hardware, job)
     except CapacityError:
         return False
     return True
 
 
-def _tier_uses(setup: PlanInputs, model: ModelShape) -> tuple[TierUse, ...]:
+def _tier_uses(inputs: PlanInputs, model: ModelShape) -> tuple[TierUse, ...]:
     """Of the whole model, whichever part of it is simulated."""
-    hardware, homes, job = setup.hardware, setup.homes, setup.job
+    hardware, homes, job = inputs.hardware, inputs.homes, inputs.job
     uses: dict[HardwareTier, dict[str, int]] = {tier: {} for tier in hardware.tiers}
     for name, home, per_parameter in (
         ("parameters", homes.parameters, job.states.parameter),
         ("optimizer states", homes.optimizer, job.states.record),
     ):
-        share = setup.num_ranks if home.kind is TierKind.DEVICE else job.num_nodes
+        share = inputs.num_ranks if home.kind is TierKind.DEVICE else job.num_nodes
         uses[home][name] = -(-model.num_parameters * per_parameter // share)
-    each = 1 if homes.checkpoints.kind is TierKind.DEVICE else setup.num_devices
-    if setup.checkpoint_bytes:
-        uses[homes.checkpoints]["activation checkpoints"] = setup.checkpoint_bytes * each
+    each = 1 if homes.checkpoints.kind is TierKind.DEVICE else inputs.num_devices
+    if inputs.workload.checkpoint_bytes:
+        uses[homes.checkpoints]["activation checkpoints"] = inputs.workload.checkpoint_bytes * each
     computing = hardware.device or hardware.host
-    uses[computing]["activations, working"] = setup.working_bytes
-    if setup.device_cache is not None and hardware.device is not None:
-        uses[hardware.device]["gathered parameters, gradients"] = setup.gathered_bytes
-    if setup.streaming_bytes:
-        uses[hardware.host]["cache of the slower tier, gradients"] = setup.streaming_bytes
+    uses[computing]["activations, working"] = inputs.workload.working_bytes
+    if inputs.device_cache is not None and hardware.device is not None:
+        uses[hardware.device]["gathered parameters, gradients"] = inputs.gathered_bytes
+    if inputs.streaming_bytes:
+        uses[hardware.host]["cache of the slower tier, gradients"] = inputs.streaming_bytes
     return tuple(TierUse(tier, kinds) for tier, kinds in uses.items())
 
 
-def _needs(setup: PlanInputs) -> tuple[BandwidthNeed, ...]:
-    hardware, homes, job = setup.hardware, setup.homes, setup.job
-    gather = hardware.gather_link(job.num_nodes) if setup.num_ranks > 1 else math.inf
-    rows = requirements(job.batch, setup.model.seq, setup.model.hidden, max(1, job.interval), hardware.flops)
+def _needs(inputs: PlanInputs) -> tuple[BandwidthNeed, ...]:
+    hardware, homes, job = inputs.hardware, inputs.homes, inputs.job
+    gather = hardware.gather_link(job.num_nodes) if inputs.num_ranks > 1 else math.inf
+    rows = requirements(job.batch, inputs.model.seq, inputs.model.hidden, max(1, job.interval), hardware.flops)
     links = {
-        DataKind.PARAMETERS: partitioned_bandwidth(setup.num_ranks, _link(setup, homes.parameters), gather),
-        DataKind.OPTIMIZER: setup.num_ranks * _link(setup, homes.optimizer),
-        DataKind.ACTIVATIONS: _link(setup, homes.checkpoints),
+        DataKind.PARAMETERS: partitioned_bandwidth(inputs.num_ranks, _link(inputs, homes.parameters), gather),
+        DataKind.OPTIMIZER: inputs.num_ranks * _link(inputs, homes.optimizer),
+        DataKind.ACTIVATIONS: _link(inputs, homes.checkpoints),
     }
     return tuple(
         BandwidthNeed(
@@ -195,15 +191,15 @@ def _needs(setup: PlanInputs) -> tuple[BandwidthNeed, ...]:
     )
 
 
-def _link(setup: PlanInputs, tier: HardwareTier) -> float:
+def _link(inputs: PlanInputs, tier: HardwareTier) -> float:
     """Bytes a second from a tier to one device when all of them ask."""
     if tier.kind is TierKind.DEVICE:
         return tier.read
-    return min(tier.one_device, tier.read / setup.num_devices)
+    return min(tier.one_device, tier.read / inputs.num_devices)
 
 
-def _drive_life(setup: PlanInputs, written_per_node: int, seconds: float) -> float | None:
-    endurances = [tier.endurance for tier in setup.hardware.storage if tier.endurance is not None]
+def _drive_life(inputs: PlanInputs, written_per_node: int, seconds: float) -> float | None:
+    endurances = [tier.endurance for tier in inputs.hardware.storage if tier.endurance is not None]
     if not endurances or not written_per_node:
         return None
     return sum(endurances) / written_per_node * seconds

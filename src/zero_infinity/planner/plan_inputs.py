@@ -1,93 +1,77 @@
-"""From a model, a machine and a job to what the simulator works with: homes, budgets, blocks. Pure.
+"""From a model, a machine and a job to what the simulator works with: homes, budgets, sizes of units. Pure.
 
-How a rank's memory is divided is the engine's decision, not ours: whoever simulates hands in the engine's own function,
-so that a plan and a run agree.
+Owns the order of decisions: homes first, then memory; tiles only if whole layers do not fit; a slice of a model that is
+too large to simulate. How host memory is divided is decided in `host_division`, with the engine's own arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zero_infinity.config import MEASURED_FRACTION
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
 from zero_infinity.planner.home_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
+from zero_infinity.planner.host_division import HostPlan, divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.training_job import HomeRule, TrainingJob
+from zero_infinity.planner.workload import Workload
+from zero_infinity.policy.memory_budget import Home, MemoryDivision, UnitSize, copy_lookahead
+from zero_infinity.policy.tile_sizes import default_tile_bytes
 from zero_infinity.units import format_bytes
 
-# Gathered parameters are fetched ahead as far as this part of their room on the device reaches, as in the engine. In a
-# plan of the paper's an operator that is larger is tiled, so that one tile computes while the next arrives.
-DEVICE_LOOKAHEAD_SHARE = 1 / 3
-# The engine cuts layers into tiles only where the model does not fit with whole ones: then so that a tile and its
-# gradient take this part of the memory.
-TILE_SHARE = 1 / 8
 # A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of
 # the host's cache, and every result times the number of slices. So the largest models take seconds, too.
 MAX_UNITS = 1_500
-
-
-# As in the engine: parameters and chunks start at multiples of this many elements, and blocks are whole pages.
-GRAIN = 64
-PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """What one rank keeps of a unit."""
-
-    name: str
-    num_elements: int
-    parameters: int
-    record: int
-    gradients: int
-    arriving: int  # gradients in host memory before they are used or kept
-    copied: int = 0  # all ranks' parts in host memory, where the CPU computes with them
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDivision:
-    """How the engine divides a rank's host memory."""
-
-    resident_units: frozenset[str]  # those that never leave it
-    resident: int
-    set_aside: int  # for gradients
-    cache: int
-    lookahead: int
-    chunk_bytes: int
-    copies: int = 0  # for units gathered from all ranks
-    buckets: int = 0  # for gradients on their way to other ranks
-
-
-# Units, the rank's host memory in bytes, whether there is a slower tier, and the number of ranks.
-Divide = Callable[[Sequence[UnitBytes], int, bool, int], PlannedDivision]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
     """Everything that is decided before the first step."""
 
-    model: ModelShape  # tiled where it must be; only one slice of it, where there are several
+    workload: Workload
+    model: ModelShape  # the workload's, tiled if it must be; only one slice of it, if there are several
     scale: float  # how many slices there are
-    hardware: Hardware
-    job: TrainingJob
     homes: HomeTiers
-    units: dict[str, UnitBytes]  # of one rank
-    host_memory: int  # of one rank, for the engine
-    division: PlannedDivision
-    device_cache: int | None  # room for gathered parameters; None where nothing is gathered or copied
-    working_bytes: int  # of activations, on one device
-    checkpoint_bytes: int  # of one device's batch
+    elements: dict[str, int]  # of each unit, on one rank
+    units: dict[str, UnitSize]  # of one rank
+    host: HostPlan  # of one rank
+    device_cache: int | None  # room for gathered parameters; None if nothing is gathered or copied
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.workload.hardware
+
+    @property
+    def job(self) -> TrainingJob:
+        return self.workload.job
 
     @property
     def num_devices(self) -> int:
-        """Of one node, that take part."""
-        return self.job.devices_per_node or self.hardware.devices_per_node
+        """Devices of one node that take part."""
+        return self.workload.num_devices
 
     @property
     def num_ranks(self) -> int:
-        return self.num_devices * self.job.num_nodes
+        return self.workload.num_ranks
+
+    @property
+    def division(self) -> MemoryDivision:
+        return self.host.division
+
+    @property
+    def resident_units(self) -> frozenset[str]:
+        """Units that never leave host memory."""
+        homes = zip(self.units, self.division.homes, strict=True)
+        return frozenset(name for name, home in homes if home is Home.RAM)
+
+    def shard_bytes(self, unit: str) -> int:
+        """One rank's part of a unit's parameters."""
+        return self.elements[unit] * self.job.states.parameter
+
+    def whole_bytes(self, unit: str) -> int:
+        """All ranks' parts of a unit's parameters."""
+        return self.shard_bytes(unit) * self.num_ranks
 
     @property
     def gathered_bytes(self) -> int:
@@ -96,90 +80,91 @@ class PlanInputs:
 
     @property
     def streaming_bytes(self) -> int:
-        """Host memory of a node that blocks stream through, and that waiting gradients take."""
-        division = self.division
-        others = division.set_aside + division.copies + division.buckets
-        return self.num_devices * (int(division.cache * self.scale) + others)
+        """Host memory of a node that blocks stream through and waiting gradients take."""
+        others = self.division.set_aside + self.host.buffers.total
+        return self.num_devices * (int(self.division.cache * self.scale) + others)
 
     @property
     def streams(self) -> bool:
-        """Whether anything moves between host and a slower tier."""
+        """True if anything moves between the host and a slower tier."""
         return self.parameters_stream or self.optimizer_streams or self.homes.checkpoints.kind is TierKind.STORAGE
 
     @property
-    def one_checkpoint_bytes(self) -> int:
-        """The input of one block, of one device's batch."""
-        return int(self.job.states.parameter * self.job.batch * self.model.seq * self.model.hidden)
-
-    @property
     def parameters_stream(self) -> bool:
-        """Whether parameters move between host and a slower tier."""
+        """True if parameters move between the host and a slower tier."""
         return self.homes.parameters.kind is TierKind.STORAGE
 
     @property
     def optimizer_streams(self) -> bool:
+        """True if optimizer states move between the host and a slower tier."""
         return self.homes.optimizer.kind is TierKind.STORAGE
 
 
-def prepare(model: ModelShape, hardware: Hardware, job: TrainingJob, divide: Divide) -> PlanInputs:
-    """Decide where everything goes; `CapacityError` when it does not fit."""
-    num_devices = job.devices_per_node or hardware.devices_per_node
-    if num_devices > hardware.devices_per_node:
-        raise ConfigError(f"gpus is {num_devices}, but a node of {hardware.name} has {hardware.devices_per_node}")
-    num_ranks = num_devices * job.num_nodes
-    checkpointed = job.interval > 0
-    value_bytes = job.states.parameter
-    working = value_bytes * model.working_elements(job.batch, max(1, job.interval), checkpointed=checkpointed)
-    checkpoints = value_bytes * model.checkpoint_elements(job.batch, job.interval) if checkpointed else 0
-    homes = _homes(model, hardware, job, num_ranks, working, checkpoints)
+def prepare(model: ModelShape, hardware: Hardware, job: TrainingJob) -> PlanInputs:
+    """Decide where everything goes; `CapacityError` if it does not fit."""
+    workload = Workload(model, hardware, job)
+    homes = _homes(workload)
     try:
-        return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
+        return _with_homes(workload, homes)
     except CapacityError:
-        # By bytes it fitted on the host, but not with the engine's own needs: then it streams.
+        # The states fit on the host by their bytes, but not with what the engine needs besides: then they stream.
         if homes.optimizer.kind is not TierKind.HOST or job.optimizer_on or not hardware.storage:
             raise
         storage = hardware.storage[0]
         parameters = storage if job.placement is HomeRule.ENGINE and not job.parameters_on else homes.parameters
-        homes = replace(homes, optimizer=storage, parameters=parameters)
-        return _with_homes(model, hardware, job, divide, homes, working, checkpoints)
+        return _with_homes(workload, replace(homes, optimizer=storage, parameters=parameters))
 
 
-def _with_homes(
-    model: ModelShape,
-    hardware: Hardware,
-    job: TrainingJob,
-    divide: Divide,
-    homes: HomeTiers,
-    working: int,
-    checkpoints: int,
-) -> PlanInputs:
-    num_devices = job.devices_per_node or hardware.devices_per_node
-    num_ranks = num_devices * job.num_nodes
-    device_cache = _device_cache(model, hardware, job, homes, num_ranks, working, checkpoints)
-    memory = _host_memory(hardware, job, homes, num_devices, working, checkpoints)
-    is_paper = job.placement is HomeRule.PAPER and device_cache is not None
-    most = max(1, int((device_cache or 0) * DEVICE_LOOKAHEAD_SHARE) // job.states.parameter) if is_paper else None
-    part, scale = _sliced(model, most)
+def _with_homes(workload: Workload, homes: HomeTiers) -> PlanInputs:
+    states = workload.job.states
+    device_cache = _device_cache(workload, homes)
+    memory = _host_memory(workload, homes)
+    most = None
+    if workload.job.placement is HomeRule.PAPER and device_cache is not None:
+        # The paper tiles every operator that is larger than what is fetched ahead: one tile computes while the next
+        # one arrives.
+        most = max(1, copy_lookahead(device_cache) // states.parameter)
+    part, scale = _sliced(workload.model, most)
     if most is not None:
         part = part.tiled(most)
     try:
-        division = _divide(part, scale, hardware, job, memory, device_cache, homes, divide)
+        host = _divided(part, scale, workload, homes, memory, device_cache)
     except CapacityError:
-        tile_bytes = int(min(memory, device_cache or memory) * TILE_SHARE)
-        most = max(1, tile_bytes // (job.states.parameter + job.states.gradient))
-        whole, scale = _sliced(model, most)
+        # As the engine does: tiles of rows, only if whole layers do not fit.
+        tile_bytes = default_tile_bytes(min(memory, device_cache or memory))
+        most = max(1, tile_bytes // (states.parameter + states.gradient))
+        whole, scale = _sliced(workload.model, most)
         part = whole.tiled_by_rows(most)
         if part is whole:
             raise
-        division = _divide(part, scale, hardware, job, memory, device_cache, homes, divide)
-    if division.copies:
-        device_cache = division.copies
-    units = _unit_bytes(part, hardware, job)
-    return PlanInputs(part, scale, hardware, job, homes, units, memory, division, device_cache, working, checkpoints)
+        host = _divided(part, scale, workload, homes, memory, device_cache)
+    elements, units = shard_elements(part, workload), unit_sizes(part, workload)
+    return PlanInputs(workload, part, scale, homes, elements, units, host, host.buffers.copies or device_cache)
+
+
+def _divided(
+    model: ModelShape, scale: float, workload: Workload, homes: HomeTiers, memory: int, device_cache: int | None
+) -> HostPlan:
+    if device_cache is not None:
+        _check_device_room(model, workload, device_cache)
+    return divide_host(model, scale, workload, homes, memory)
+
+
+def _check_device_room(model: ModelShape, workload: Workload, device_cache: int) -> None:
+    name, shard = max(shard_elements(model, workload).items(), key=lambda item: item[1])
+    whole = shard * workload.num_ranks * workload.job.states.parameter
+    if whole > device_cache:
+        raise CapacityError(
+            f"{name!r} needs {format_bytes(whole)} of device memory, but {format_bytes(device_cache)} is left "
+            "for parameters\n  fix:   a smaller batch, or a device with more memory"
+        )
 
 
 def _sliced(model: ModelShape, most: int | None) -> tuple[ModelShape, float]:
-    """Of a model with too many units (of at most so many parameters each) a part of its blocks; how many such parts."""
+    """A part of the blocks of a model with too many units, and how many such parts there are.
+
+    `most`: parameters that a unit has at most, after tiling.
+    """
     num_units = sum(1 if most is None else -(-size // most) for size in model.units.values())
     if num_units <= MAX_UNITS:
         return model, 1.0
@@ -187,52 +172,35 @@ def _sliced(model: ModelShape, most: int | None) -> tuple[ModelShape, float]:
     return model.sliced(num_blocks), model.num_blocks / num_blocks
 
 
-def _unit_bytes(model: ModelShape, hardware: Hardware, job: TrainingJob) -> dict[str, UnitBytes]:
-    num_ranks = (job.devices_per_node or hardware.devices_per_node) * job.num_nodes
-    # A CPU of several ranks computes with copies in host memory, and makes whole gradients there.
-    is_gathered = hardware.device is None and num_ranks > 1
-    units: dict[str, UnitBytes] = {}
-    for name, size in model.units.items():
-        elements = _round_up(-(-size // num_ranks), GRAIN)
-        gradients = elements * job.states.gradient
-        units[name] = UnitBytes(
-            name,
-            elements,
-            _round_up(elements * job.states.parameter, PAGE_BYTES),
-            elements * job.states.record,
-            gradients,
-            arriving=gradients * (num_ranks + 1) if is_gathered else gradients,
-            copied=_round_up(num_ranks * elements * job.states.parameter, PAGE_BYTES) if is_gathered else 0,
-        )
-    return units
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _homes(
-    model: ModelShape, hardware: Hardware, job: TrainingJob, num_ranks: int, working: int, checkpoints: int
-) -> HomeTiers:
+def _homes(workload: Workload) -> HomeTiers:
+    hardware, job = workload.hardware, workload.job
     record = job.states.record + (0 if job.early_update else job.states.gradient)
+    num_parameters = workload.model.num_parameters
     need = StateNeed(
-        model.num_parameters * job.states.parameter, model.num_parameters * record, checkpoints * num_ranks, working
+        num_parameters * job.states.parameter,
+        num_parameters * record,
+        workload.checkpoint_bytes * workload.num_ranks,
+        workload.working_bytes,
     )
     memory = job.memory if job.memory is not None else int(hardware.host.capacity * MEASURED_FRACTION)
     rule = choose_homes if job.placement is HomeRule.PAPER else slowest_homes
     homes = rule(need, hardware, job.num_nodes, memory)
-    checkpoint_home = homes.checkpoints
-    if job.offload_checkpoints is True:
-        # The engine puts them where the states are at home; in the paper they go to the host.
-        offloaded = homes.parameters if job.placement is HomeRule.ENGINE else hardware.host
-        checkpoint_home = max(checkpoint_home, offloaded, key=hardware.tiers.index)
-    if job.offload_checkpoints is False and hardware.device is not None:
-        checkpoint_home = hardware.device
     return HomeTiers(
         _tier_named(hardware, job.parameters_on) or homes.parameters,
         _tier_named(hardware, job.optimizer_on) or homes.optimizer,
-        checkpoint_home,
+        _checkpoint_home(workload, homes),
     )
+
+
+def _checkpoint_home(workload: Workload, homes: HomeTiers) -> HardwareTier:
+    hardware, job = workload.hardware, workload.job
+    if job.offload_checkpoints is True:
+        # The engine puts them where the states are at home; in the paper they go to the host.
+        offloaded = homes.parameters if job.placement is HomeRule.ENGINE else hardware.host
+        return max(homes.checkpoints, offloaded, key=hardware.tiers.index)
+    if job.offload_checkpoints is False and hardware.device is not None:
+        return hardware.device
+    return homes.checkpoints
 
 
 def _tier_named(hardware: Hardware, name: str | None) -> HardwareTier | None:
@@ -244,18 +212,10 @@ def _tier_named(hardware: Hardware, name: str | None) -> HardwareTier | None:
     raise ConfigError(f"{hardware.name} has no tier {name!r}; there are: {', '.join(t.name for t in hardware.tiers)}")
 
 
-def _device_cache(
-    model: ModelShape,
-    hardware: Hardware,
-    job: TrainingJob,
-    homes: HomeTiers,
-    num_ranks: int,
-    working: int,
-    checkpoints: int,
-) -> int | None:
-    """Room for gathered or copied parameters on one device; None where they are computed with where they live."""
-    device = hardware.device
-    if device is None or (num_ranks == 1 and homes.parameters is device):
+def _device_cache(workload: Workload, homes: HomeTiers) -> int | None:
+    """Room for gathered or copied parameters on one device; None if they are computed with where they live."""
+    hardware, job, device = workload.hardware, workload.job, workload.hardware.device
+    if device is None or (workload.num_ranks == 1 and homes.parameters is device):
         return None
     if job.device_memory is not None:
         if job.device_memory > device.capacity:
@@ -264,10 +224,10 @@ def _device_cache(
                 f"{format_bytes(device.capacity)}"
             )
         return job.device_memory
-    taken = working + (checkpoints if homes.checkpoints is device else 0)
+    taken = workload.working_bytes + (workload.checkpoint_bytes if homes.checkpoints is device else 0)
     for home, num_bytes in ((homes.parameters, job.states.parameter), (homes.optimizer, job.states.record)):
         if home is device:
-            taken += model.num_parameters * num_bytes // num_ranks
+            taken += workload.model.num_parameters * num_bytes // workload.num_ranks
     room = device.capacity - taken
     # A gradient of the largest tile takes as much as the tile: a quarter of the room is kept for it.
     cache = room * 3 // 4
@@ -280,90 +240,17 @@ def _device_cache(
     return cache
 
 
-def _host_memory(
-    hardware: Hardware, job: TrainingJob, homes: HomeTiers, num_devices: int, working: int, checkpoints: int
-) -> int:
+def _host_memory(workload: Workload, homes: HomeTiers) -> int:
     """Host bytes that one rank's engine may hold."""
-    host = hardware.host
-    if job.memory is not None:
-        if job.memory > host.capacity:
+    hardware, memory, host = workload.hardware, workload.job.memory, workload.hardware.host
+    if memory is not None:
+        if memory > host.capacity:
             raise ConfigError(
-                f"memory is {format_bytes(job.memory)}, but {host.name} of {hardware.name} has "
+                f"memory is {format_bytes(memory)}, but {host.name} of {hardware.name} has "
                 f"{format_bytes(host.capacity)}"
             )
-        return job.memory // num_devices
-    others = checkpoints * num_devices if homes.checkpoints is host else 0
+        return memory // workload.num_devices
+    others = workload.checkpoint_bytes * workload.num_devices if homes.checkpoints is host else 0
     if hardware.device is None:
-        others += working
-    return max(0, int((host.capacity - others) * MEASURED_FRACTION)) // num_devices
-
-
-def _divide(
-    model: ModelShape,
-    scale: float,
-    hardware: Hardware,
-    job: TrainingJob,
-    memory: int,
-    device_cache: int | None,
-    homes: HomeTiers,
-    divide: Divide,
-) -> PlannedDivision:
-    """The engine divides what streams through the host; what lives there is taken off first.
-
-    `model` is one of `scale` slices that are alike; the cache is one slice's.
-    """
-    units = _unit_bytes(model, hardware, job)
-    num_ranks = (job.devices_per_node or hardware.devices_per_node) * job.num_nodes
-    largest = max(units.values(), key=lambda unit: unit.num_elements)
-    whole = largest.num_elements * num_ranks * job.states.parameter
-    if device_cache is not None and whole > device_cache:
-        raise CapacityError(
-            f"{largest.name!r} needs {format_bytes(whole)} of device memory, but {format_bytes(device_cache)} is left "
-            "for parameters\n  fix:   a smaller batch, or a device with more memory"
-        )
-    streams = TierKind.STORAGE in (homes.parameters.kind, homes.optimizer.kind)
-    kinds = (TierKind.STORAGE,) if streams else (TierKind.HOST,)
-    moving = [
-        UnitBytes(
-            unit.name,
-            unit.num_elements,
-            unit.parameters if homes.parameters.kind in kinds else 0,
-            unit.record if homes.optimizer.kind in kinds else 0,
-            unit.gradients if homes.optimizer.kind is not TierKind.DEVICE else 0,
-            unit.arriving if homes.optimizer.kind is not TierKind.DEVICE else 0,
-            unit.copied,
-        )
-        for unit in units.values()
-    ]
-    if not any(unit.parameters or unit.record for unit in moving):
-        return PlannedDivision(frozenset(units), 0, 0, 0, 0, 1)
-    living = 0
-    if streams:
-        living += sum(unit.parameters for unit in units.values()) if homes.parameters.kind is TierKind.HOST else 0
-        living += sum(unit.record for unit in units.values()) if homes.optimizer.kind is TierKind.HOST else 0
-    living = int(scale * living)
-    if living >= memory:
-        raise CapacityError(
-            f"what lives in host memory takes {format_bytes(living)} a rank, but its memory is {format_bytes(memory)}\n"
-            "  fix:   more memory, or a slower tier for it"
-        )
-    division = divide(moving, memory - living, streams, num_ranks)
-    if scale > 1:
-        # What stays in memory, and what is cached, is a matter of all slices; what is in use at once is not.
-        shared = division.copies + division.buckets
-        try:
-            one = divide(moving, int((memory - living - shared) / scale) + shared, streams, num_ranks)
-        except CapacityError:
-            raise CapacityError(
-                f"the states and what one operator needs take more than the {format_bytes(memory)} of host memory that "
-                "a rank has\n  fix:   more memory, more nodes, or a slower tier"
-            ) from None
-        resident = int(scale * one.resident)
-        # The drive rests while kept blocks are used, and afterwards has as much to fetch as is fetched ahead: to
-        # be the same part of a step, both are a slice's share, but no less than what one unit needs.
-        needed = max(unit.parameters + unit.record for unit in moving)
-        lookahead = min(one.lookahead, max(int(division.lookahead / scale), needed))
-        division = replace(
-            division, resident_units=one.resident_units, resident=resident, cache=one.cache, lookahead=lookahead
-        )
-    return replace(division, resident=division.resident + living)
+        others += workload.working_bytes
+    return max(0, int((host.capacity - others) * MEASURED_FRACTION)) // workload.num_devices

@@ -12,9 +12,9 @@ from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category
 class RankLinks:
     """Computing, updating and every link, each a queue; times are on the simulation's clock."""
 
-    def __init__(self, setup: PlanInputs) -> None:
-        self._setup = setup
-        hardware = setup.hardware
+    def __init__(self, inputs: PlanInputs) -> None:
+        self._inputs = inputs
+        hardware = inputs.hardware
         self.compute = VirtualLink(COMPUTE)
         self.update_worker = VirtualLink(UPDATE)
         self.storage = {
@@ -36,11 +36,11 @@ class RankLinks:
 
     def collective(self, name: str, ready: float, shard: int) -> float:
         """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
-        num_ranks = self._setup.num_ranks
+        num_ranks = self._inputs.num_ranks
         if num_ranks == 1:
             return ready
         num_bytes = shard * (num_ranks - 1)
-        seconds = num_bytes / self._setup.hardware.gather_link(self._setup.job.num_nodes)
+        seconds = num_bytes / self._inputs.hardware.gather_link(self._inputs.job.num_nodes)
         return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
 
     def store_checkpoint(self, name: str, ready: float, *, cached: bool) -> float:
@@ -63,24 +63,24 @@ class RankLinks:
         self, link: VirtualLink, name: str, category: Category, ready: float, shard: int, whole: int
     ) -> float:
         """A shard over every device's link at once, or all of it over its owner's."""
-        host = self._setup.hardware.host
-        if self._setup.job.partition is PartitionMode.OWNER:
+        host = self._inputs.hardware.host
+        if self._inputs.job.partition is PartitionMode.OWNER:
             return link.occupy(name, category, ready, whole / host.one_device, whole)
         rate = host.read if link is self._upload else host.write
         return link.occupy(name, category, ready, self._shared_seconds(shard, host, rate), shard)
 
     def _checkpoint_path(self, host_link: VirtualLink, *, cached: bool) -> list[tuple[VirtualLink, HardwareTier]]:
         """The hops from the device that computes to where checkpoints live; none where that is the same memory."""
-        home, hardware = self._setup.homes.checkpoints, self._setup.hardware
+        home, hardware = self._inputs.homes.checkpoints, self._inputs.hardware
         if home.kind is TierKind.DEVICE:
             return []
         path = [(host_link, hardware.host)] if hardware.device is not None else []
         return [*path, (self.storage[home], home)] if home.kind is TierKind.STORAGE and not cached else path
 
     def _move_checkpoint(self, link: VirtualLink, name: str, ready: float, tier: HardwareTier, rate: float) -> float:
-        setup = self._setup
-        num_bytes = setup.one_checkpoint_bytes
+        inputs = self._inputs
+        num_bytes = inputs.workload.one_checkpoint_bytes
         return link.occupy(name, Category.ACTIVATION, ready, self._shared_seconds(num_bytes, tier, rate), num_bytes)
 
     def _shared_seconds(self, num_bytes: int, tier: HardwareTier, rate: float) -> float:
-        return max(num_bytes * self._setup.num_devices / rate, num_bytes / tier.one_device)
+        return max(num_bytes * self._inputs.num_devices / rate, num_bytes / tier.one_device)

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import HardwareTier
-from zero_infinity.planner.plan_inputs import PAGE_BYTES, PlannedDivision
+from zero_infinity.planner.host_division import HostPlan
 from zero_infinity.planner.virtual_link import VirtualLink
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
+from zero_infinity.policy.sizes import round_up
 from zero_infinity.trace import Category
 from zero_infinity.units import format_bytes
 
 
-class HostTier:
+class SimulatedHost:
     """Blocks that stream between storage and host memory; keys of others are always there."""
 
-    def __init__(
-        self, division: PlannedDivision, scale: float, num_sharers: int, links: dict[HardwareTier, VirtualLink]
-    ) -> None:
+    def __init__(self, plan: HostPlan, scale: float, num_sharers: int, links: dict[HardwareTier, VirtualLink]) -> None:
         self.in_use: set[int] = set()
         self.read_bytes = 0
         self.written_bytes = 0
-        self.policy = CachePolicy(division.cache, division.lookahead, self.in_use.__contains__)
-        self._fixed = division.resident + division.set_aside + division.copies + division.buckets
+        self.policy = CachePolicy(plan.division.cache, plan.division.lookahead, self.in_use.__contains__)
+        self._fixed = plan.fixed_bytes
         self._scale = scale
         self._num_sharers = num_sharers
         self._links = links
@@ -37,7 +36,7 @@ class HostTier:
         self._without_content: set[int] = set()
 
     def add(self, key: int, name: str, num_bytes: int, home: HardwareTier, *, has_content: bool = True) -> None:
-        num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        num_bytes = round_up(num_bytes)
         self._sizes[key] = num_bytes
         self._names[key] = name
         self._homes[key] = home

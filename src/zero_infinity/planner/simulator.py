@@ -18,12 +18,15 @@ from itertools import count
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.outcome import LinkTraffic, SimulatedStep
-from zero_infinity.planner.plan_inputs import DEVICE_LOOKAHEAD_SHARE, GRAIN, PAGE_BYTES, PlanInputs
+from zero_infinity.planner.plan_inputs import PlanInputs
 from zero_infinity.planner.rank_links import RankLinks
-from zero_infinity.planner.simulated_host import HostTier
+from zero_infinity.planner.simulated_host import SimulatedHost
 from zero_infinity.planner.step_program import OperatorRun, StepPhase, step
 from zero_infinity.planner.training_job import HomeRule
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
+from zero_infinity.policy.memory_budget import copy_lookahead
+from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.unit_sizes import chunk_elements
 from zero_infinity.trace import WAIT, Category, Trace
 from zero_infinity.units import format_bytes
 
@@ -48,23 +51,24 @@ class _Chunk:
 class Simulator:
     """A prepared job; `run` gives what one steady step takes."""
 
-    def __init__(self, setup: PlanInputs, trace: Trace | None = None) -> None:
-        self._setup = setup
+    def __init__(self, inputs: PlanInputs, trace: Trace | None = None) -> None:
+        self._inputs = inputs
         self._trace = trace
         self._now = 0.0
         self._backward_end = 0.0
         self._gradients_at = 0.0  # when the last one has arrived
         self._early = False  # whether updates run in backward by now
-        division = setup.division
-        self._is_shared = setup.num_ranks > 1  # parameters are gathered from all ranks
-        self._program = step(setup.model, setup.job.interval)
-        self._names = list(setup.units)
+        division = inputs.division
+        self._is_shared = inputs.num_ranks > 1  # parameters are gathered from all ranks
+        self._program = step(inputs.model, inputs.job.interval)
+        self._names = list(inputs.units)
         self._keys = {name: key for key, name in enumerate(self._names)}
         self._fresh_key = count(len(self._keys))
-        self._channels = RankLinks(setup)
-        self._host = HostTier(division, setup.scale, setup.num_devices, self._channels.storage)
-        self._chunk_bytes = max(division.chunk_bytes, sum(unit.record for unit in setup.units.values()) // _MAX_CHUNKS)
-        self._chunks = {name: self._make_blocks(name) for name in setup.units}
+        self._channels = RankLinks(inputs)
+        self._host = SimulatedHost(inputs.host, inputs.scale, inputs.num_devices, self._channels.storage)
+        self._chunk_bytes = max(division.chunk_bytes, sum(unit.record for unit in inputs.units.values()) // _MAX_CHUNKS)
+        self._resident = inputs.resident_units
+        self._chunks = {name: self._make_blocks(name) for name in inputs.units}
         self._outstanding: deque[tuple[float, int]] = deque()  # gradients until they are used: when, bytes
         self._computing: set[int] = set()
         self._device = self._make_device()
@@ -82,56 +86,52 @@ class Simulator:
 
     def _make_blocks(self, name: str) -> list[_Chunk]:
         """Cut the unit's record; blocks that do not stay in memory are made known to the host tier."""
-        setup, unit = self._setup, self._setup.units[name]
-        moves = name not in setup.division.resident_units
-        if moves and setup.parameters_stream:
-            self._host.add(self._keys[name], name, unit.parameters, setup.homes.parameters)
-        states, home = setup.job.states, setup.homes.optimizer
-        chunk_elements = max(GRAIN, self._chunk_bytes // states.record // GRAIN * GRAIN)
+        inputs, unit = self._inputs, self._inputs.units[name]
+        moves = name not in self._resident
+        if moves and inputs.parameters_stream:
+            self._host.add(self._keys[name], name, unit.parameters, inputs.homes.parameters)
+        states, home = inputs.job.states, inputs.homes.optimizer
+        step_size, num_elements = chunk_elements(self._chunk_bytes, states), inputs.elements[name]
         chunks: list[_Chunk] = []
-        for number, start in enumerate(range(0, unit.num_elements, chunk_elements)):
-            elements = min(chunk_elements, unit.num_elements - start)
+        for number, start in enumerate(range(0, num_elements, step_size)):
+            elements = min(step_size, num_elements - start)
             record, gradient = elements * states.record, elements * states.gradient
             chunk = _Chunk(next(self._fresh_key), next(self._fresh_key), record)
             chunks.append(chunk)
-            if moves and setup.optimizer_streams:
+            if moves and inputs.optimizer_streams:
                 self._host.add(chunk.record, f"{name}[{number}] record", record, home)
                 self._host.add(chunk.gradient, f"{name}[{number}] gradient", gradient, home, has_content=False)
         return chunks
 
     def _make_device(self) -> CachePolicy | None:
         """Gathered or copied parameters; None where they are computed with where they live."""
-        setup = self._setup
-        if setup.device_cache is None:
+        inputs = self._inputs
+        if inputs.device_cache is None:
             return None
-        lookahead = int(setup.device_cache * DEVICE_LOOKAHEAD_SHARE) if setup.job.overlap else 0
-        device = CachePolicy(setup.device_cache, lookahead, self._computing.__contains__, wraps=not self._is_shared)
-        for name in setup.units:
-            device.add(self._keys[name], -(-self._whole_bytes(name) // PAGE_BYTES) * PAGE_BYTES)
+        lookahead = copy_lookahead(inputs.device_cache) if inputs.job.overlap else 0
+        device = CachePolicy(inputs.device_cache, lookahead, self._computing.__contains__, wraps=not self._is_shared)
+        for name in inputs.units:
+            device.add(self._keys[name], round_up(inputs.whole_bytes(name)))
         return device
 
     def _make_checkpoints(self) -> dict[int, int]:
         """Those at home on storage are blocks like any other, unless the cache (of a slice) is too small: keys."""
-        setup = self._setup
+        inputs = self._inputs
         numbers = [use.stores for use in self._program if use.stores is not None]
-        fits = 2 * setup.one_checkpoint_bytes <= setup.division.cache
-        if setup.homes.checkpoints.kind is not TierKind.STORAGE or not fits:
+        fits = 2 * inputs.workload.one_checkpoint_bytes <= inputs.division.cache
+        if inputs.homes.checkpoints.kind is not TierKind.STORAGE or not fits:
             return {}
         keys = {number: next(self._fresh_key) for number in numbers}
         for number, key in keys.items():
             name = f"checkpoint {number}"
-            self._host.add(key, name, setup.one_checkpoint_bytes, setup.homes.checkpoints, has_content=False)
+            self._host.add(key, name, inputs.workload.one_checkpoint_bytes, inputs.homes.checkpoints, has_content=False)
         return keys
-
-    def _whole_bytes(self, name: str) -> int:
-        """Of a unit's parameters, all ranks' parts."""
-        return self._setup.units[name].num_elements * self._setup.num_ranks * self._setup.job.states.parameter
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> SimulatedStep:
         """Simulate until steps are alike, then one more, which is reported."""
-        may_be_early = self._setup.job.early_update
+        may_be_early = self._inputs.job.early_update
         for number in range(WARM_UP_STEPS):
             # The engine's first two steps update at their end: it has to see two that are alike before it does earlier.
             self._early = may_be_early and number >= 2
@@ -148,8 +148,8 @@ class Simulator:
         self._waits.clear()
         self._engine_seconds = 0.0
         forward_end = self._step()
-        setup = self._setup
-        tokens, scale = setup.job.batch * setup.model.seq, setup.scale
+        inputs = self._inputs
+        tokens, scale = inputs.job.batch * inputs.model.seq, inputs.scale
         return SimulatedStep(
             seconds=scale * (self._now - started),
             forward_seconds=scale * (forward_end - started),
@@ -165,8 +165,8 @@ class Simulator:
             written_bytes=int(scale * (self._host.written_bytes - before[1])),
             peak_bytes=dict(self._peaks),
             flops=scale * sum(use.flops_per_token for use in self._program) * tokens,
-            tokens=tokens * setup.num_ranks,
-            num_ranks=setup.num_ranks,
+            tokens=tokens * inputs.num_ranks,
+            num_ranks=inputs.num_ranks,
         )
 
     def _step(self, *, same_order: bool = True) -> float:
@@ -181,7 +181,7 @@ class Simulator:
             self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
         if not self._early:
-            for name in self._setup.units:
+            for name in self._inputs.units:
                 self._update(name, self._now, retained=True)
             self._wait(self._channels.update_worker.free_at, "optimizer step")
         self._host.policy.end_cycle(same_order=same_order)
@@ -202,7 +202,7 @@ class Simulator:
                 self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
 
     def _use(self, use: OperatorRun) -> None:
-        setup, name = self._setup, use.operator.name
+        inputs, name = self._inputs, use.operator.name
         if use.loads is not None:
             self._load_checkpoint(use.loads, name)
         if use.needs_weight:
@@ -210,7 +210,7 @@ class Simulator:
         self._pay()
         seconds = use.seconds
         if seconds is None:
-            seconds = use.flops_per_token * setup.job.batch * setup.model.seq / setup.hardware.flops
+            seconds = use.flops_per_token * inputs.job.batch * inputs.model.seq / inputs.hardware.flops
         self._now = self._channels.compute.occupy(name, Category.COMPUTE, self._now, seconds)
         if use.stores is not None:
             self._store_checkpoint(use.stores, name)
@@ -229,21 +229,21 @@ class Simulator:
 
     def _handle_block(self) -> None:
         """The engine's own work on one block."""
-        self._debt += self._setup.hardware.block_cpu_seconds
+        self._debt += self._inputs.hardware.block_cpu_seconds
 
     def _pay(self) -> None:
         """Where the CPU computes, everything else that it does delays that. What it did while it waited did not."""
         spent = self._channels.cpu_seconds
-        if self._setup.hardware.device is None:
+        if self._inputs.hardware.device is None:
             debt = self._debt + spent - self._paid_cpu_seconds
             self._now += debt
             self._engine_seconds += debt
         self._debt, self._paid_cpu_seconds = 0.0, spent
 
     def _note_held(self) -> None:
-        held = {self._setup.hardware.host.name: self._host.held_bytes}
-        if self._device is not None and self._setup.hardware.device is not None:
-            held[self._setup.hardware.device.name] = self._device.cached_bytes
+        held = {self._inputs.hardware.host.name: self._host.held_bytes}
+        if self._device is not None and self._inputs.hardware.device is not None:
+            held[self._inputs.hardware.device.name] = self._device.cached_bytes
         for tier, num_bytes in held.items():
             self._peaks[tier] = max(self._peaks[tier], num_bytes)
             if self._channels.compute.trace is not None:
@@ -278,13 +278,12 @@ class Simulator:
 
     def _fetch_to_device(self, name: str) -> float:
         """nc, cg, gg: each hop begins when the one before is done."""
-        setup, unit, key = self._setup, self._setup.units[name], self._keys[name]
-        ready = self._host.access(key, self._now)
+        inputs = self._inputs
+        ready = self._host.access(self._keys[name], self._now)
         self._handle_block()
-        shard = unit.num_elements * setup.job.states.parameter
-        home = setup.homes.parameters
-        if setup.hardware.device is not None and home.kind is not TierKind.DEVICE and not home.bypasses_host:
-            ready = self._channels.upload(name, Category.FETCH, ready, shard, self._whole_bytes(name))
+        shard, home = inputs.shard_bytes(name), inputs.homes.parameters
+        if inputs.hardware.device is not None and home.kind is not TierKind.DEVICE and not home.bypasses_host:
+            ready = self._channels.upload(name, Category.FETCH, ready, shard, inputs.whole_bytes(name))
         return self._channels.collective(name, ready, shard)
 
     # ------------------------------------------------------------------ activation checkpoints
@@ -296,7 +295,7 @@ class Simulator:
             stored = max(stored, self._host.access(self._checkpoints[number], self._now))
             self._host.change(self._checkpoints[number], stored)
         self._stored[number] = stored
-        if not self._setup.job.overlap:
+        if not self._inputs.job.overlap:
             self._wait(self._stored[number], name)
 
     def _load_checkpoint(self, number: int, name: str) -> None:
@@ -305,7 +304,7 @@ class Simulator:
             self._fetch_checkpoint(number, name)
         self._wait(self._loaded.pop(number), name)
         # What is on storage is fetched ahead by the policy.
-        if self._setup.job.overlap and number - 1 in self._stored and not self._checkpoints:
+        if self._inputs.job.overlap and number - 1 in self._stored and not self._checkpoints:
             self._fetch_checkpoint(number - 1, name)
 
     def _fetch_checkpoint(self, number: int, name: str) -> None:
@@ -319,15 +318,15 @@ class Simulator:
     # ------------------------------------------------------------------ gradients and updates
 
     def _take_gradient(self, name: str) -> None:
-        setup, unit = self._setup, self._setup.units[name]
-        shard = unit.num_elements * setup.job.states.parameter
+        inputs, unit = self._inputs, self._inputs.units[name]
+        shard = inputs.shard_bytes(name)
         ready = self._channels.collective(name, self._now, shard)
-        leaves = setup.homes.optimizer.kind is not TierKind.DEVICE and setup.hardware.device is not None
+        leaves = inputs.homes.optimizer.kind is not TierKind.DEVICE and inputs.hardware.device is not None
         if leaves:
-            ready = self._channels.download(name, Category.GRADIENT, ready, shard, self._whole_bytes(name))
+            ready = self._channels.download(name, Category.GRADIENT, ready, shard, inputs.whole_bytes(name))
         self._gradients_at = max(self._gradients_at, ready)
         # The engine takes a gradient from the device before it goes on.
-        if not setup.job.overlap or (leaves and setup.job.placement is HomeRule.ENGINE):
+        if not inputs.job.overlap or (leaves and inputs.job.placement is HomeRule.ENGINE):
             self._wait(ready, name)
         if self._early:
             self._make_room(unit.arriving, name)
@@ -344,14 +343,14 @@ class Simulator:
             self._outstanding.popleft()
         while (
             self._outstanding
-            and sum(size for _, size in self._outstanding) + num_bytes > self._setup.division.set_aside
+            and sum(size for _, size in self._outstanding) + num_bytes > self._inputs.division.set_aside
         ):
             self._wait(self._outstanding.popleft()[0], name)
 
     def _update(self, name: str, gradient_ready: float, *, retained: bool) -> float:
         """Update a unit chunk by chunk, beside the computation; returns when it is done."""
-        setup, key = self._setup, self._keys[name]
-        on_device = setup.homes.optimizer.kind is TierKind.DEVICE
+        inputs, key = self._inputs, self._keys[name]
+        on_device = inputs.homes.optimizer.kind is TierKind.DEVICE
         self._host.in_use.add(key)
         values_ready = self._host.access(key, self._now)
         done = gradient_ready
@@ -375,15 +374,15 @@ class Simulator:
         return done
 
     def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:
-        setup = self._setup
-        states = setup.job.states
+        inputs = self._inputs
+        states = inputs.job.states
         num_elements = chunk.record_bytes // states.record
         moved = num_elements * states.update
-        device = setup.hardware.device
-        if setup.homes.optimizer.kind is TierKind.DEVICE and device is not None:
+        device = inputs.hardware.device
+        if inputs.homes.optimizer.kind is TierKind.DEVICE and device is not None:
             self._now = self._channels.compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
             return self._now
-        seconds = moved * setup.num_devices / setup.hardware.update_rate
+        seconds = moved * inputs.num_devices / inputs.hardware.update_rate
         done = self._channels.update_worker.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
         if device is None:
             # The same cores compute: at once, or later in between, unless they have to wait anyway.
@@ -391,12 +390,12 @@ class Simulator:
                 self._now = max(self._now, done)
             else:
                 self._debt += seconds
-        elif setup.homes.parameters.kind is TierKind.DEVICE:
+        elif inputs.homes.parameters.kind is TierKind.DEVICE:
             new = num_elements * states.parameter
-            done = self._channels.upload(name, Category.UPDATE, done, new, new * setup.num_ranks)
+            done = self._channels.upload(name, Category.UPDATE, done, new, new * inputs.num_ranks)
         return done
 
 
-def simulate(setup: PlanInputs, trace: Trace | None = None) -> SimulatedStep:
+def simulate(inputs: PlanInputs, trace: Trace | None = None) -> SimulatedStep:
     """What one steady step of the job takes."""
-    return Simulator(setup, trace).run()
+    return Simulator(inputs, trace).run()

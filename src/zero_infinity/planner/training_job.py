@@ -6,16 +6,14 @@ import enum
 from dataclasses import dataclass
 
 from zero_infinity.errors import ConfigError
+from zero_infinity.policy.unit_sizes import ElementBytes
 
 
 @dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Bytes a parameter, by kind."""
+class StateBytes(ElementBytes):
+    """Bytes per parameter of the model, by kind of state."""
 
-    parameter: int
-    record: int  # what the optimizer reads and writes
-    gradient: int  # on its way to the update
-    update: int  # that the update reads and writes in memory
+    update: int  # read and written in memory by an update
 
 
 # Everything in float32: value, momentum, variance. What a CPU without 16-bit arithmetic trains with.

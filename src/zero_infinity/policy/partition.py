@@ -1,18 +1,19 @@
-"""Who owns which elements. Pure: the same answer on every rank.
+"""Which rank owns which elements of a unit, and what each ZeRO stage keeps on a rank.
 
-*Spread*: every unit is cut into equal parts, one for each rank, so that each rank reads 1/N of every unit from its own
-drive and the bandwidth of all adds up (ZeRO-Infinity's bandwidth-centric partition). *Owner*: a whole unit belongs to
-one rank, which sends it to the others: one link at a time is busy. It is there to be compared with.
+Pure: every rank computes the same answer. Knows neither bytes nor tensors.
+
+*Spread*: every unit is cut into equal shards, one per rank, so that each rank reads 1/N of every unit from its own
+drive and the bandwidth of all drives adds up (ZeRO-Infinity's bandwidth-centric partitioning). *Owner*: each unit
+belongs to one rank, which sends it to the others, so only one link is busy at a time. It exists for comparison.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from zero_infinity.config import Partition
 from zero_infinity.policy.sizes import GRAIN, round_up
-
-Kind: TypeAlias = Literal["spread", "owner"]
+from zero_infinity.policy.zero_stage import ZeroStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Span:
         return self.stop - self.start
 
     def overlap(self, start: int, stop: int) -> Span:
-        """What it has in common with another range; empty when that is nothing."""
+        """The intersection with another range; empty if there is none."""
         first = max(self.start, start)
         return Span(first, max(first, min(self.stop, stop)))
 
@@ -35,18 +36,18 @@ NOTHING = Span(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
-    """The parts of `num_ranks` ranks."""
+class RankPartition:
+    """How units are cut for `num_ranks` ranks."""
 
     num_ranks: int
-    kind: Kind = "spread"
+    kind: Partition = "spread"
 
     def padded(self, num_elements: int) -> int:
-        """What a unit of this many elements is filled up to, so that it can be cut."""
+        """The number of elements that a unit is padded to, so that it can be cut."""
         return round_up(num_elements, GRAIN * self.num_ranks if self.kind == "spread" else GRAIN)
 
     def spans(self, num_elements: int, number: int) -> tuple[Span, ...]:
-        """Each rank's part of the `number`th unit, which has this many (padded) elements."""
+        """Each rank's part of the `number`th unit, which has `num_elements` elements with padding."""
         if self.kind == "spread":
             each = num_elements // self.num_ranks
             return tuple(Span(rank * each, (rank + 1) * each) for rank in range(self.num_ranks))
@@ -59,32 +60,73 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How one unit is divided."""
+    """How one unit is sharded."""
 
-    num_elements: int  # filled up, so that it can be cut
+    num_elements: int  # padded
     spans: tuple[Span, ...]  # each rank's part
-    stored: Span  # what this rank keeps of the parameters
-    owned: Span  # what this rank updates
-    # Whether ranks store, and update, different parts. The same answer on every rank, also on one whose part is all.
+    stored: Span  # the parameters that this rank stores
+    owned: Span  # the parameters that this rank updates
+    # True if ranks store, or update, different parts. The same on every rank, also on one whose part is everything.
     is_stored_in_parts: bool
     is_updated_in_parts: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What one rank keeps: ZeRO's stages."""
+    """What one rank keeps under a ZeRO stage. A single rank shards nothing, whatever the stage."""
 
     rank: int = 0
-    partition: Partition = Partition(1)
-    stage: int = 0
+    partition: RankPartition = RankPartition(1)
+    stage: ZeroStage = ZeroStage.NONE
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if there is more than one rank."""
+        return self.partition.num_ranks > 1
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Each rank keeps the optimizer state of its own part, and updates that part."""
+        return self.is_distributed and self.stage.shards_optimizer
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Each rank keeps the summed gradients of its own part."""
+        return self.is_distributed and self.stage.shards_gradients
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each rank stores its own part of the parameters; the rest is gathered when it is used."""
+        return self.is_distributed and self.stage.shards_parameters
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Until the step a rank keeps gradients of everything, though it updates only its own part (stage 1)."""
+        return self.shards_optimizer and not self.shards_gradients
+
+    @property
+    def gathers_updates(self) -> bool:
+        """Updated parameters are sent to every rank: all store everything, each updates a part (stages 1 and 2)."""
+        return self.shards_optimizer and not self.shards_parameters
+
+    @property
+    def reduces_everywhere(self) -> bool:
+        """Every rank needs the sum of the whole gradient: all ranks update everything (stage 0)."""
+        return self.is_distributed and not self.shards_optimizer
 
     def layout(self, num_elements: int, number: int) -> ShardLayout:
         """The layout of the `number`th unit."""
         padded = self.partition.padded(num_elements)
         spans = self.partition.spans(padded, number)
         whole, mine = Span(0, padded), spans[self.rank]
-        stored, updated = self.partition.num_ranks > 1 and self.stage == 3, self.partition.num_ranks > 1 <= self.stage
-        return ShardLayout(padded, spans, mine if stored else whole, mine if updated else whole, stored, updated)
+        return ShardLayout(
+            padded,
+            spans,
+            stored=mine if self.shards_parameters else whole,
+            owned=mine if self.shards_optimizer else whole,
+            is_stored_in_parts=self.shards_parameters,
+            is_updated_in_parts=self.shards_optimizer,
+        )
 
 
 ONE_RANK = Sharding()

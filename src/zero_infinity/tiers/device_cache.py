@@ -28,7 +28,7 @@ from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.cache_policy import CachePolicy, Decision, NoRoomError
-from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.unit_sizes import copy_bytes
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers.accelerator import ComputeDevice, DeviceMemory
 from zero_infinity.tiers.host_cache import HostCache
@@ -499,7 +499,9 @@ def _copy_bytes(unit: Unit) -> int:
 def copy_size(unit: Unit) -> int:
     """What a copy takes, with what is needed while it is made."""
     staged = unit.is_stored_in_parts and unit.dtype != unit.compute_dtype
-    return round_up(_copy_bytes(unit)) + (round_up(unit.num_elements * unit.dtype.itemsize) if staged else 0)
+    return copy_bytes(
+        unit.num_elements, stored=unit.dtype.itemsize, computed=unit.compute_dtype.itemsize, staged=staged
+    )
 
 
 def check_room(together: Iterable[Sequence[Unit]], budget: int) -> None:

@@ -28,11 +28,8 @@ from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride,
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.tile_sizes import default_tile_bytes, rows_per_tile
 from zero_infinity.units import format_bytes, suggest_bytes
-
-# Where nobody has set tile_above and the model does not fit, a tile with its gradient takes this part of the memory:
-# room for the tile, the one that is fetched meanwhile, the one whose gradient is being used, and optimizer state.
-_DEFAULT_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +41,18 @@ class Tiling:
 
     @classmethod
     def by_default(cls, memory: int) -> Tiling:
-        return cls(max(1, int(memory * _DEFAULT_SHARE)), is_default=True)
+        return cls(default_tile_bytes(memory), is_default=True)
 
     def rows(self, name: str, shape: torch.Size, precision: Precision) -> int | None:
         """Rows of a tile of this parameter; None when it stays whole."""
         row_bytes = shape[1:].numel() * (precision.stored.itemsize + precision.optimized.itemsize)
-        if shape[0] * row_bytes <= self.above:
-            return None
-        if row_bytes > self.above and not self.is_default:
+        if shape[0] * row_bytes > self.above and row_bytes > self.above and not self.is_default:
             raise ConfigError(
                 f"tile_above is {format_bytes(self.above)}, but one row of {name!r} {tuple(shape)} takes "
                 f"{format_bytes(row_bytes)} with its gradient, and a tile has at least one row\n"
                 f'  fix:   tile_above="{-(-row_bytes // 1024)}KiB" or more'
             )
-        num_tiles = -(-shape[0] // max(1, self.above // row_bytes))
-        return -(-shape[0] // num_tiles) if num_tiles > 1 else None
+        return rows_per_tile(shape[0], row_bytes, self.above)
 
 
 def find_tileable(model: nn.Module) -> dict[nn.Parameter, bool]:

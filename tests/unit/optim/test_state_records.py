@@ -12,8 +12,10 @@ from torch import nn
 
 from zero_infinity.optim.state_records import cut
 from zero_infinity.params.unit import Unit, dense_stride, find_parameters, make_unit
-from zero_infinity.policy.partition import Partition, Sharding
+from zero_infinity.policy.partition import RankPartition, Sharding
 from zero_infinity.policy.sizes import GRAIN
+from zero_infinity.policy.unit_sizes import ElementBytes, chunk_elements
+from zero_infinity.policy.zero_stage import ZeroStage
 
 CPU = torch.device("cpu")
 shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -61,10 +63,12 @@ def test_chunks_cover_each_trained_element_once(lengths: list[int], chunk: int, 
     unit = unit_of(*(torch.zeros(length) for length in lengths))
     trained = [p for p in unit.parameters if data.draw(st.booleans())]
     num_ranks = data.draw(st.integers(1, 5))
-    layout = Sharding(data.draw(st.integers(0, num_ranks - 1)), Partition(num_ranks), 3).layout(unit.num_elements, 0)
+    layout = Sharding(data.draw(st.integers(0, num_ranks - 1)), RankPartition(num_ranks), ZeroStage.PARAMETERS).layout(
+        unit.num_elements, 0
+    )
     covered: dict[int, int] = {}
     last = 0
-    for start, stop, segments in cut(trained, chunk, layout.owned):
+    for start, stop, segments in cut(trained, chunk_elements(chunk, ElementBytes(1, 1, 1)), layout.owned):
         assert start % GRAIN == stop % GRAIN == 0
         assert last <= start < stop
         assert stop - start <= max(GRAIN, chunk // GRAIN * GRAIN)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from zero_infinity.cli.engine_division import divide
 from zero_infinity.errors import ConfigError
 from zero_infinity.papers import catalogue, infinity_paper, infinity_scale, zero_paper
 from zero_infinity.papers.exhibit import Cell
@@ -85,14 +84,14 @@ def test_bounds_are_above_what_ran() -> None:
 
 def test_the_talk_s_tables_need_the_talk_s_profile() -> None:
     for name in ("bandwidth-partitioned", "bandwidth-sufficient"):
-        num_equal, num_compared = catalogue.make(name, divide).num_agreeing
+        num_equal, num_compared = catalogue.make(name).num_agreeing
         assert num_equal == num_compared > 0
 
 
 @pytest.mark.long
 def test_simulated_5t_10t_20t_are_within_table_4() -> None:
     """Without overlap, as the table's own analysis assumes; what overlapping would give is shown beside."""
-    exhibit = catalogue.make("infinity-figure5a", divide)
+    exhibit = catalogue.make("infinity-figure5a")
     ours = {cell.keys: cell.ours or 0 for cell in exhibit.cells}
     for model, row in infinity_paper.TABLE_4.items():
         low, high = float(row[6]), float(row[7])
@@ -102,7 +101,7 @@ def test_simulated_5t_10t_20t_are_within_table_4() -> None:
 
 @pytest.mark.parametrize("name", ["infinity-figure6c", "infinity-figure6d", "infinity-figure6e"])
 def test_ablations_go_the_way_of_the_paper_s(name: str) -> None:
-    exhibit = catalogue.make(name, divide)
+    exhibit = catalogue.make(name)
     if name == "infinity-figure6c":
         split, owned = (
             [cell.ours or 0 for cell in exhibit.cells if cell.keys[0].startswith(n)] for n in ("ZeRO-Inf", "ZeRO-Off")
@@ -116,7 +115,7 @@ def test_ablations_go_the_way_of_the_paper_s(name: str) -> None:
 
 def test_unknown_exhibit_suggests() -> None:
     with pytest.raises(ConfigError, match=r"no exhibit 'zero-tabel1'; did you mean 'zero-table1'\?"):
-        catalogue.make("zero-tabel1", divide)
+        catalogue.make("zero-tabel1")
 
 
 def test_what_the_text_states_of_residual_states() -> None:

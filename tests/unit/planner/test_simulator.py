@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from zero_infinity.cli.engine_division import divide
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.planner import plan_inputs as setups
 from zero_infinity.planner import simulator as simulators
@@ -39,7 +38,7 @@ def with_drive(bytes_per_second: float) -> Hardware:
 
 
 def run(hardware: Hardware, job: TrainingJob, model: ModelShape = MODEL, trace: Trace | None = None) -> SimulatedStep:
-    return simulate(prepare(model, hardware, job, divide), trace)
+    return simulate(prepare(model, hardware, job), trace)
 
 
 def test_nothing_moves_when_everything_fits() -> None:
@@ -139,7 +138,7 @@ def test_a_slice_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = replace(load("rtx4090"), cluster_link=5e9)
     whole = run(hardware, job, model)
     monkeypatch.setattr(setups, "MAX_UNITS", 50)
-    part = prepare(model, hardware, job, divide)
+    part = prepare(model, hardware, job)
     assert len(part.units) <= 50
     sliced = simulate(part)
     assert sliced.seconds == pytest.approx(whole.seconds, rel=0.03)
