@@ -357,6 +357,7 @@ class TrainingEngine:
 
     def step(self) -> None:
         """Update with what is left of the gradients."""
+        self.host.unsharder.check_process()
         run_trace = self._run_trace
         if run_trace is not None:
             run_trace.begin(STEP)
@@ -438,6 +439,7 @@ class TrainingEngine:
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients that no update was submitted for; or set those that there have been to zero."""
+        self.host.unsharder.check_process()
         with held(), no_torch_function():
             self.gradients.discard()
             if set_to_none:
@@ -542,6 +544,7 @@ class TrainingEngine:
 
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
+        self.host.unsharder.check_process()
         self._update_worker.drain()
         self.gradients.drain()
         if self._cache is not None:
@@ -615,6 +618,7 @@ class TrainingEngine:
 
     def stats(self) -> Stats:
         """What is held and what was done so far."""
+        self.host.unsharder.check_process()
         counters = self.store.engine.counters() if self.store.engine is not None else None
         self.store.pool.collect()
         sent, calls = self.ranks.traffic.snapshot() if self.ranks is not None else ({}, {})

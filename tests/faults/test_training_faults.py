@@ -564,33 +564,84 @@ def test_forked_data_loader_workers(persistent: bool, tmp_path: Path) -> None:
     assert_identical(run_plain(deep, script, adamw), prepared_outcome)
 
 
-def test_a_forked_child_that_uses_the_model_is_told_so_and_harms_nobody(tmp_path: Path) -> None:
-    """The engine's threads do not exist in the child: a call there must not hang."""
-    code, output, errors = children.run(
-        """
+# Forks while a thread of the parent holds every lock that the engine has: the child's copies are held for ever.
+FORKED = """
+import gc
+from zero_infinity.api import close, engine_of
+LOCKS = type(threading.Lock()), type(threading.RLock())
+
+def locks_of(part, seen):
+    if id(part) in seen:
+        return
+    seen[id(part)] = part
+    lock = part._lock if isinstance(part, threading.Condition) else part
+    if isinstance(lock, LOCKS):
+        yield lock
+    elif type(part).__module__.startswith("zero_infinity."):
+        slots = (getattr(part, name, None) for name in getattr(type(part), "__slots__", ()))
+        for inner in [*vars(part).values()] if hasattr(part, "__dict__") else [*slots]:
+            yield from locks_of(inner, seen)
+
 model, optimizer = prepare(sys.argv[1])
 train(model, optimizer, 3)
-sys.stdout.flush()
-pid = os.fork()
-if pid == 0:
-    signal.alarm(15)  # a hang ends by this
-    try:
-        model(torch.ones(1, 64))
-    except zi.UsageError as error:
-        os.write(1, f"child: {error}".encode().replace(b"\\n", b" ") + b"\\n")
-    del model, optimizer
-    os._exit(0)
-_, status = os.waitpid(pid, 0)
-print("ended", os.waitstatus_to_exitcode(status))
+zi.synchronize(model)
+locks = {id(lock): lock for lock in locks_of(engine_of(model), {})}
+print("locks", len(locks), flush=True)
+held, over = threading.Event(), threading.Event()
+
+def hold():
+    for lock in locks.values():
+        lock.acquire()
+    held.set()
+    over.wait()
+    for lock in locks.values():
+        lock.release()
+
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait()
+USES = {
+    "forward": lambda: model(torch.ones(1, 64)),
+    "read": lambda: model[0][0].weight.sum(),
+    "state_dict": model.state_dict,
+    "step": optimizer.step,
+    "zero_grad": optimizer.zero_grad,
+    "states": optimizer.state_dict,
+    "stats": lambda: zi.stats(model),
+    "synchronize": lambda: zi.synchronize(model),
+    "close": lambda: close(model),
+}
+for name, use in USES.items():
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(120)  # a hang ends by this
+        try:
+            use()
+        except zi.UsageError as error:
+            os.write(1, f"{name}: {error}".encode().replace(b"\\n", b" ") + b"\\n")
+        del model, optimizer, use
+        USES.clear()
+        gc.collect()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
+over.set()
+holder.join()
 train(model, optimizer, 2)
 print("trained on")
-""",
-        str(tmp_path),
-    )
+"""
+
+
+def test_a_forked_child_that_uses_the_model_is_told_so_and_harms_nobody(tmp_path: Path) -> None:
+    """The engine's threads do not exist in the child: a call there must not hang, whoever held a lock at the fork."""
+    code, output, errors = children.run(FORKED, str(tmp_path))
     assert code == 0, errors
-    assert "ended 0" in output, output
-    assert re.search("child: .*fork", output), output
-    assert "trained on" in output
+    first, *lines, last = output.splitlines()
+    assert int(first.removeprefix("locks ")) >= 5, first
+    assert [line for line in lines if line.startswith("ended")] == ["ended 0"] * 9, output
+    told = [line.split(":")[0] for line in lines if "forked child" in line]
+    assert told == ["forward", "read", "state_dict", "step", "zero_grad", "states", "stats", "synchronize"], output
+    assert last == "trained on"
     assert not errors
 
 

@@ -7,6 +7,7 @@ files and the policy's executor; training adds records, gradients and a worker o
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import warnings
 import weakref
@@ -77,7 +78,10 @@ class ParameterStore:
         self.closers: list[Callable[[], None]] = [self.store.close]
         if self.run_trace is not None:
             self.closers.insert(0, self.run_trace.close)
-        weakref.finalize(self, _close_apart, self.closers, is_traced=self.run_trace is not None).atexit = False
+        self._pid = os.getpid()
+        weakref.finalize(
+            self, _close_apart, self.closers, self._pid, is_traced=self.run_trace is not None
+        ).atexit = False
         _alive.add(self)
 
     def check_same_place(self, config: Config) -> None:
@@ -148,8 +152,9 @@ class ParameterStore:
         self.store.drop(block)
 
     def close(self) -> None:
-        """Give everything back at once."""
-        _close(self.closers)
+        """Give everything back at once. A forked child has nothing to give back but its copies, which end with it."""
+        if os.getpid() == self._pid:
+            _close(self.closers)
 
     @contextmanager
     def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
@@ -206,11 +211,14 @@ def _close_all() -> None:
         host.close()
 
 
-def _close_apart(closers: list[Callable[[], None]], *, is_traced: bool) -> None:
+def _close_apart(closers: list[Callable[[], None]], pid: int, *, is_traced: bool) -> None:
     """Close on a thread of its own: the garbage collector may run in any thread, inside of any lock of ours.
 
-    A process that ends meanwhile waits for a trace to be written, and for nothing else.
+    A process that ends meanwhile waits for a trace to be written, and for nothing else. A forked child closes nothing:
+    its copies of the locks may be held for ever.
     """
+    if os.getpid() != pid:
+        return
     threading.Thread(target=_close, args=(closers,), name="zero-infinity-close", daemon=not is_traced).start()
 
 

@@ -12,6 +12,7 @@ Parameters are swapped by one thread at a time: a kernel running elsewhere holds
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -147,12 +148,23 @@ class Unsharder:
         self.num_keeping = 0  # blocks being called whose inputs are kept
         self._num_unsharded = 0
         self._thread = 0
+        self._pid = os.getpid()
         self.num_copying = 0  # state_dicts being made
+
+    def check_process(self) -> None:
+        """Raise in a forked child, before any lock is taken: a thread of the parent may have held it at the fork."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"the model was prepared in process {self._pid} and cannot be used in its forked child {os.getpid()}, "
+                "which has none of the engine's threads\n"
+                "  fix:   use the model in the parent only, or prepare another one in a child started with 'spawn'"
+            )
 
     # ------------------------------------------------------------------ units
 
     def acquire(self, unit: Unit) -> torch.Tensor:
         """The unit's elements in memory; they stay there while the tensor or a view of it lives."""
+        self.check_process()
         self.on_read(unit)
         flat = unit.alive() if unit.alive is not None else None
         if flat is not None and unit.the_source().current(unit):
