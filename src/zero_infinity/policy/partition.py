@@ -31,9 +31,6 @@ class Span:
         return Span(first, max(first, min(self.stop, stop)))
 
 
-NOTHING = Span(0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Partition:
     """The parts of `num_ranks` ranks."""
@@ -72,19 +69,49 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What one rank keeps: ZeRO's stages."""
+    """What one rank keeps. The only place that knows what a ZeRO stage is; everything else asks these properties."""
 
     rank: int = 0
     partition: Partition = Partition(1)
     stage: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.partition.num_ranks
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Each rank updates its shard of every unit (stages 1 to 3)."""
+        return self.num_ranks > 1 and self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Gradients are reduce-scattered as they become complete (stages 2 and 3), not kept whole until the update."""
+        return self.num_ranks > 1 and self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each rank stores its shard of every unit and gathers the rest for use (stage 3)."""
+        return self.num_ranks > 1 and self.stage == 3
+
+    @property
+    def gathers_updates(self) -> bool:
+        """Every rank stores whole units and updates a shard of each: updated shards go to all (stages 1 and 2)."""
+        return self.shards_optimizer and not self.shards_parameters
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """A rank updates its shard and keeps whole gradients until then (stage 1)."""
+        return self.shards_optimizer and not self.shards_gradients
 
     def layout(self, num_elements: int, number: int) -> ShardLayout:
         """The layout of the `number`th unit."""
         padded = self.partition.padded(num_elements)
         spans = self.partition.spans(padded, number)
         whole, mine = Span(0, padded), spans[self.rank]
-        stored, updated = self.partition.num_ranks > 1 and self.stage == 3, self.partition.num_ranks > 1 <= self.stage
-        return ShardLayout(padded, spans, mine if stored else whole, mine if updated else whole, stored, updated)
+        stored = mine if self.shards_parameters else whole
+        owned = mine if self.shards_optimizer else whole
+        return ShardLayout(padded, spans, stored, owned, self.shards_parameters, self.shards_optimizer)
 
 
 ONE_RANK = Sharding()
