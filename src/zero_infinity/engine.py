@@ -150,8 +150,10 @@ class TrainingEngine:
         if self.ranks is None:
             return None
         copied = self._accelerator is not None or self._layout.copies
-        stage = self._environment.sharding.stage
-        return connect(self.ranks, self.units, stage, self._environment.device if copied else None)
+        names = {unit.number: unit.name for unit in self.units}
+        num_elements = sum(unit.num_elements for unit in self.units)
+        device = self._environment.device if copied else None
+        return connect(self.ranks, self._environment.sharding, names, num_elements, device)
 
     def _build(self, model: nn.Module) -> None:
         """Everything that may fail for want of room or for a drive's error; the last thing is to reshard parameters."""
@@ -273,12 +275,12 @@ class TrainingEngine:
         stage = self._environment.sharding.stage
         reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
         reducer = ReduceScatter(
-            self._channels.gradients, self._layout.bucket_bytes, wire_dtype=reduce_dtype, everywhere=stage == 0
+            self._channels.gradients, self._layout.bucket_bytes, wire_dtype=reduce_dtype, all_reduce=stage == 0
         )
         self.host.closers.append(reducer.close)
         exchange = None
-        if self._channels.exchange is not None:
-            exchange = ParameterAllGather(self.store, self._channels.exchange)
+        if self._channels.updates is not None:
+            exchange = ParameterAllGather(self.store, self._channels.updates)
             self.host.closers.append(exchange.close)
         return ShardedGradients(
             *parts,

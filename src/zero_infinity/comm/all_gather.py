@@ -1,13 +1,15 @@
-"""Sends updated parameters to every rank, where each keeps all parameters and updates a part of them (stages 1 and 2).
+"""All-gathers updated shards, when each rank stores whole units and updates its shard of them (ZeRO stages 1 and 2).
 
 One thread does it, in the order of the updates, which is the same on every rank. A unit's block is held from the moment
-its update is submitted, so that nobody reads it half old and half new.
+its update is submitted, so that nobody reads it half updated.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,13 +17,22 @@ from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
-from zero_infinity.params.unit import Unit
-from zero_infinity.storage.block import Turn
+from zero_infinity.policy.partition import Span
+from zero_infinity.storage.block import Block, Turn
 from zero_infinity.storage.block_store import BlockStore
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    topic: Topic
+    block: Block
+    turn: Turn
+    dtype: torch.dtype
+    spans: Sequence[Span]  # each rank's shard
+
+
 class ParameterAllGather:
-    """Completes units of which this rank has updated its part."""
+    """Completes units of which this rank has updated its shard."""
 
     def __init__(self, store: BlockStore, channel: Channel) -> None:
         self._store = store
@@ -29,15 +40,15 @@ class ParameterAllGather:
         self._changed = threading.Condition()
         self._num_pending = 0
         self._error: BaseException | None = None
-        self._units: queue.SimpleQueue[tuple[Unit, Turn] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-exchange", daemon=True)
         self._thread.start()
 
-    def submit(self, unit: Unit) -> None:
-        """The unit's update was submitted, and its block is fetched: complete it after that."""
+    def submit(self, topic: Topic, block: Block, dtype: torch.dtype, spans: Sequence[Span]) -> None:
+        """The update of `block` was submitted and the block is fetched: gather all shards after the update."""
         with self._changed:
             self._num_pending += 1
-        self._units.put((unit, self._store.claim(unit.the_block())))
+        self._tasks.put(_Task(topic, block, self._store.claim(block), dtype, spans))
 
     def drain(self) -> None:
         """Wait until every unit is complete, or none will be any more."""
@@ -51,15 +62,15 @@ class ParameterAllGather:
 
     def close(self) -> None:
         """End the thread when all units are complete, unless that does not get on."""
-        self._units.put(None)
+        self._tasks.put(None)
         self._channel.end(self._thread, lambda: self._store.fail(EngineClosedError("the engine is closed")))
 
     def _work(self) -> None:
         use_one_core()
-        while (task := self._units.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             if self._error is None:
                 try:
-                    self._complete(*task)
+                    self._gather(task)
                 except BaseException as error:  # noqa: BLE001 - whoever waits for a block gets it
                     self._error = error.with_traceback(None)
                     self._store.fail(self._error)
@@ -68,8 +79,7 @@ class ParameterAllGather:
                 self._changed.notify_all()
             del task
 
-    def _complete(self, unit: Unit, turn: Turn) -> None:
-        topic = Topic("parameter gather", unit.number, unit.name)
-        with self._store.in_turn(unit.the_block(), turn) as memory, torch.no_grad():
-            self._channel.agree(topic)
-            self._channel.gather(topic, [(memory.view(unit.dtype)[: unit.num_elements], unit.spans)])
+    def _gather(self, task: _Task) -> None:
+        with self._store.in_turn(task.block, task.turn) as memory, torch.no_grad():
+            self._channel.agree(task.topic)
+            self._channel.gather(task.topic, [(memory.view(task.dtype)[: task.spans[-1].stop], task.spans)])

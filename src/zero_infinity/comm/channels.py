@@ -1,8 +1,8 @@
-"""One model's wires to the other ranks: one for each thread that talks to them."""
+"""The channels of one model to the other ranks: one for each thread that communicates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,31 +10,42 @@ import torch
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.errors import UsageError
-from zero_infinity.params.unit import Unit
+from zero_infinity.policy.partition import Sharding
 
-# The topic of what is said before the first step; no unit has this number.
+# The topic of what is exchanged before the first step; no unit has this number.
 START = -10
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    steps: Channel  # of the thread that computes
-    gradients: Channel
-    copies: Channel | None  # of parameters of which each rank stores a part
-    exchange: Channel | None  # of parameters of which each rank updates a part
+    """Each belongs to one thread."""
+
+    steps: Channel  # the thread that computes
+    gradients: Channel  # reduce-scatter
+    copies: Channel | None  # all-gather of sharded parameters, before use
+    updates: Channel | None  # all-gather of updated shards, after the optimizer step
 
 
-def connect(ranks: RankGroup, units: Sequence[Unit], stage: int, copies_on: torch.device | None) -> Channels:
-    """Connect to ranks that have the same model, which is checked. `copies_on`: where copies of units are made."""
-    ranks.names.update({unit.number: unit.name for unit in units})
+def connect(
+    ranks: RankGroup,
+    sharding: Sharding,
+    unit_names: Mapping[int, str],
+    num_elements: int,
+    copies_on: torch.device | None,
+) -> Channels:
+    """Connect to the other ranks and check that they have the same model.
+
+    `unit_names`: by the units' numbers. `copies_on`: the device on which sharded units are gathered.
+    """
+    ranks.names.update(unit_names)
+    copies = ranks.channel("parameters", copies_on) if sharding.shards_parameters and copies_on is not None else None
     channels = Channels(
         steps=ranks.channel("steps"),
         gradients=ranks.channel("gradients"),
-        copies=ranks.channel("parameters", copies_on) if stage == 3 and copies_on is not None else None,
-        exchange=ranks.channel("parameters") if stage in (1, 2) else None,
+        copies=copies,
+        updates=ranks.channel("parameters") if sharding.gathers_updates else None,
     )
-    sizes = [len(units), sum(unit.num_elements for unit in units)]
-    said = channels.steps.agree(Topic("start", START, "the sizes of the model"), sizes)
+    said = channels.steps.agree(Topic("start", START, "the sizes of the model"), [len(unit_names), num_elements])
     for rank, theirs in enumerate(said):
         if theirs != said[0]:
             raise UsageError(

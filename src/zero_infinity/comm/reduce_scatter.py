@@ -1,40 +1,62 @@
-"""Sums gradients over ranks while backward goes on: each rank gets the sum of its own part.
+"""Reduce-scatter of gradients while backward runs: each rank gets the average of its own shard.
 
-Gradients come whole and leave in rows, one for each rank, through buckets of constant size: what this takes of memory
-does not grow with the model. A row that lies in one gradient is sent from where it is; one that crosses parameters, or
-goes in another dtype, is put together in the bucket first. Small units are summed together in one bucket.
+Gradients come in whole and leave in rows, one for each rank, through buckets of constant size, so memory does not grow
+with the model. A row that lies inside one gradient is sent from where it is; one that spans several gradients, or that
+is sent in another dtype, is first copied into the bucket. Small units share one bucket.
 
-One thread does it, in the order in which sums were asked for, which is the same on every rank.
+One thread does this, in submission order, which is the same on every rank.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.one_core_thread import use_one_core
-from zero_infinity.optim.state_records import Segment
-from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.policy.partition import Span
-
-Whole = dict[ManagedParameter, torch.Tensor]  # gradients of a unit, flat, as this rank has them
+from zero_infinity.policy.partition import ShardLayout, Span
 
 
-class Reduced:
-    """The average over ranks of one unit's gradients: elements `span` of the unit, some time later."""
+@dataclass(frozen=True, slots=True)
+class LocalGradients:
+    """The gradients that this rank has of one unit: flat tensors by their offset in the unit; the rest is zero."""
 
-    __slots__ = ("_ready", "elements", "error", "parameters", "span")
+    shards: ShardLayout
+    sum_dtype: torch.dtype
+    pieces: Mapping[int, torch.Tensor]
 
-    def __init__(self, parameters: Sequence[ManagedParameter], span: Span) -> None:
-        self.parameters = parameters  # that have a gradient, on some rank
+    def inside_one(self, span: Span, dtype: torch.dtype) -> torch.Tensor | None:
+        """The elements of `span` without a copy, when one gradient of this dtype has all of them."""
+        for offset, flat in self.pieces.items():
+            if offset <= span.start and span.stop <= offset + len(flat) and flat.dtype == dtype:
+                return flat[span.start - offset : span.stop - offset]
+        return None
+
+    def copy(self, span: Span, target: torch.Tensor) -> None:
+        """Copy the elements of `span` into `target`."""
+        target.zero_()
+        for offset, flat in self.pieces.items():
+            common = span.overlap(offset, offset + len(flat))
+            if len(common):
+                target[common.start - span.start : common.stop - span.start] = flat[
+                    common.start - offset : common.stop - offset
+                ]
+
+
+class ReducedShard:
+    """The average over ranks of elements `span` of a unit, once it is ready."""
+
+    __slots__ = ("_elements", "_error", "_ready", "span")
+
+    def __init__(self, span: Span) -> None:
         self.span = span
-        self.elements: torch.Tensor | None = None
-        self.error: BaseException | None = None
+        self._elements: torch.Tensor | None = None
+        self._error: BaseException | None = None
         self._ready = threading.Event()
 
     @property
@@ -44,49 +66,41 @@ class Reduced:
     def wait(self) -> torch.Tensor:
         """The elements."""
         self._ready.wait()
-        if self.error is not None:
-            raise again(self.error)
-        if self.elements is None:
-            raise RuntimeError("a sum over ranks is ready and has no elements")
-        return self.elements
+        if self._error is not None:
+            raise again(self._error)
+        if self._elements is None:
+            raise RuntimeError("a reduced shard is ready and has no elements")
+        return self._elements
 
-    def part(self, segment: Segment) -> torch.Tensor | None:
-        """The elements of `segment`; None when no rank has a gradient of its parameter."""
-        if segment.parameter not in self.parameters:
-            return None
-        first = segment.parameter.offset - self.span.start
-        return self.wait()[first + segment.start : first + segment.stop]
+    def finish(self, elements: torch.Tensor) -> None:
+        self._elements = elements
+        self._ready.set()
 
-    def done(self, elements: torch.Tensor | None, error: BaseException | None = None) -> None:
-        self.elements = elements
-        self.error = error
+    def fail(self, error: BaseException) -> None:
+        self._error = error
         self._ready.set()
 
 
+@dataclass(frozen=True, slots=True)
 class _Task:
-    """Sums that go together."""
+    """Units that are reduced together."""
 
-    __slots__ = ("released", "results", "topic", "units")
-
-    def __init__(
-        self, topic: Topic, units: list[tuple[Unit, Whole]], results: list[Reduced], released: Callable[[], None]
-    ) -> None:
-        self.topic = topic
-        self.units = units
-        self.results = results
-        self.released = released
+    topic: Topic
+    units: list[LocalGradients]
+    results: list[ReducedShard]
+    released: Callable[[], None]
 
 
 class ReduceScatter:
-    """Sums gradients over ranks, on a thread of its own."""
+    """Averages gradients over ranks, on a thread of its own."""
 
     def __init__(
-        self, channel: Channel, bucket_bytes: int, *, wire_dtype: torch.dtype | None, everywhere: bool
+        self, channel: Channel, bucket_bytes: int, *, wire_dtype: torch.dtype | None, all_reduce: bool
     ) -> None:
         self._channel = channel
-        self._bucket_bytes = bucket_bytes  # for all rows that leave, and as much for those that come in
+        self._bucket_bytes = bucket_bytes  # for all rows that are sent, and as much for those that are received
         self._dtype = wire_dtype  # None: the gradients' own
-        self._everywhere = everywhere  # every rank gets the whole sum (stage 0)
+        self._all_reduce = all_reduce  # every rank gets the whole average (stage 0)
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._buckets: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -94,26 +108,19 @@ class ReduceScatter:
         self._thread.start()
 
     def submit(
-        self,
-        topic: Topic,
-        units: Sequence[tuple[Unit, Whole, Sequence[ManagedParameter]]],
-        released: Callable[[], None],
-    ) -> list[Reduced]:
-        """Sum these gradients; parameters of a unit that this rank has no gradient of count as zeros.
-
-        `released` is called when the gradients are not needed any more.
-        """
+        self, topic: Topic, units: Sequence[LocalGradients], released: Callable[[], None]
+    ) -> list[ReducedShard]:
+        """Average these gradients over all ranks. `released` is called when the gradients are no longer needed."""
         results = [
-            Reduced(parameters, Span(0, unit.num_elements) if self._everywhere else unit.owned)
-            for unit, _, parameters in units
+            ReducedShard(Span(0, unit.shards.num_elements) if self._all_reduce else unit.shards.owned) for unit in units
         ]
-        self._tasks.put(_Task(topic, [(unit, whole) for unit, whole, _ in units], results, released))
+        self._tasks.put(_Task(topic, list(units), results, released))
         return results
 
     def close(self) -> None:
-        """End the thread after the sum that it takes now."""
+        """End the thread after its current task."""
         if self._error is None:
-            self._error = EngineClosedError("sums over ranks have ended")
+            self._error = EngineClosedError("the reduce-scatter thread is closed")
         self._tasks.put(None)
         self._channel.end(self._thread)
 
@@ -125,10 +132,10 @@ class ReduceScatter:
                     raise again(self._error)
                 with torch.no_grad():
                     self._reduce(task)
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the sum
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the result
                 self._error = error.with_traceback(None)
                 for result in task.results:
-                    result.done(None, self._error)
+                    result.fail(self._error)
             task.units.clear()
             task.released()
             del task
@@ -136,19 +143,21 @@ class ReduceScatter:
     def _reduce(self, task: _Task) -> None:
         self._channel.agree(task.topic)
         sums = [
-            torch.zeros(len(result.span), dtype=_sum_dtype(unit))
-            for result, (unit, _) in zip(task.results, task.units, strict=True)
+            torch.zeros(len(result.span), dtype=unit.sum_dtype)
+            for result, unit in zip(task.results, task.units, strict=True)
         ]
         for dtype in dict.fromkeys(total.dtype for total in sums):
-            members = [(*unit, total) for unit, total in zip(task.units, sums, strict=True) if total.dtype == dtype]
+            members = [(unit, total) for unit, total in zip(task.units, sums, strict=True) if total.dtype == dtype]
             self._reduce_alike(task.topic, members, dtype)
-        if self._everywhere:
-            wholes = [(total, unit.spans) for (unit, _), total in zip(task.units, sums, strict=True)]
+        if self._all_reduce:
+            wholes = [(total, unit.shards.spans) for unit, total in zip(task.units, sums, strict=True)]
             self._channel.gather(Topic("gradient gather", task.topic.number, task.topic.name), wholes)
         for result, total in zip(task.results, sums, strict=True):
-            result.done(total.div_(self._channel.num_ranks))
+            result.finish(total.div_(self._channel.num_ranks))
 
-    def _reduce_alike(self, topic: Topic, members: list[tuple[Unit, Whole, torch.Tensor]], dtype: torch.dtype) -> None:
+    def _reduce_alike(
+        self, topic: Topic, members: list[tuple[LocalGradients, torch.Tensor]], dtype: torch.dtype
+    ) -> None:
         sent, received = self._bucket(self._dtype or dtype)
         rank = self._channel.rank
         for pieces in _fill(members, sent.shape[1]):
@@ -157,16 +166,16 @@ class ReduceScatter:
             total = torch.empty(length, dtype=dtype)
             self._channel.reduce(topic, rows, received, total)
             done = 0
-            for unit, _, into, begin, size in pieces:
-                span = unit.spans[rank].overlap(unit.spans[rank].start + begin, unit.spans[rank].start + begin + size)
-                first = span.start if self._everywhere else span.start - unit.owned.start
-                into[first : first + len(span)] = total[done : done + len(span)]
+            for piece in pieces:
+                span = piece.span_of(rank)
+                first = span.start if self._all_reduce else span.start - piece.unit.shards.owned.start
+                piece.total[first : first + len(span)] = total[done : done + len(span)]
                 done += len(span)
 
     def _bucket(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         if dtype not in self._buckets:
             length = self._bucket_bytes // dtype.itemsize // self._channel.num_ranks
-            self._buckets.clear()  # one pair at a time is all that is counted
+            self._buckets.clear()  # only one pair at a time is accounted for
             self._buckets[dtype] = (
                 torch.empty(self._channel.num_ranks, length, dtype=dtype),
                 torch.empty(self._channel.num_ranks - 1, length, dtype=dtype),
@@ -174,18 +183,29 @@ class ReduceScatter:
         return self._buckets[dtype]
 
 
-_Piece = tuple[Unit, Whole, torch.Tensor, int, int]
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`size` elements from `begin` on of every rank's shard of a unit."""
+
+    unit: LocalGradients
+    total: torch.Tensor
+    begin: int
+    size: int
+
+    def span_of(self, rank: int) -> Span:
+        shard = self.unit.shards.spans[rank]
+        return shard.overlap(shard.start + self.begin, shard.start + self.begin + self.size)
 
 
-def _fill(members: list[tuple[Unit, Whole, torch.Tensor]], length: int) -> Iterator[list[_Piece]]:
-    """Cut the units' spans so that the rows of what is yielded are at most `length` elements long."""
+def _fill(members: list[tuple[LocalGradients, torch.Tensor]], length: int) -> Iterator[list[_Piece]]:
+    """Cut the shards so that each row of what is yielded has at most `length` elements."""
     pieces: list[_Piece] = []
     room = length
-    for unit, whole, total in members:
-        begin, longest = 0, max(map(len, unit.spans))
+    for unit, total in members:
+        begin, longest = 0, max(map(len, unit.shards.spans))
         while begin < longest:
             size = min(room, longest - begin)
-            pieces.append((unit, whole, total, begin, size))
+            pieces.append(_Piece(unit, total, begin, size))
             begin += size
             room -= size
             if not room:
@@ -196,36 +216,14 @@ def _fill(members: list[tuple[Unit, Whole, torch.Tensor]], length: int) -> Itera
 
 
 def _row(pieces: list[_Piece], rank: int, bucket: torch.Tensor) -> torch.Tensor:
-    """What goes to `rank` of these pieces."""
-    ranges = []
-    for unit, whole, _, begin, size in pieces:
-        span = unit.spans[rank]
-        ranges.append((whole, span.overlap(span.start + begin, span.start + begin + size)))
-    if len(ranges) == 1:
-        found = _inside_one(*ranges[0], bucket.dtype)
+    """What is sent to `rank` of these pieces."""
+    if len(pieces) == 1:
+        found = pieces[0].unit.inside_one(pieces[0].span_of(rank), bucket.dtype)
         if found is not None:
             return found
     done = 0
-    for whole, span in ranges:
-        target = bucket[done : done + len(span)]
-        target.zero_()
-        for parameter, flat in whole.items():
-            common = span.overlap(parameter.offset, parameter.end)
-            if len(common):
-                target[common.start - span.start : common.stop - span.start] = flat[
-                    common.start - parameter.offset : common.stop - parameter.offset
-                ]
+    for piece in pieces:
+        span = piece.span_of(rank)
+        piece.unit.copy(span, bucket[done : done + len(span)])
         done += len(span)
     return bucket[:done]
-
-
-def _inside_one(whole: Whole, span: Span, dtype: torch.dtype) -> torch.Tensor | None:
-    """The elements of `span` where they are, when one gradient has all of them."""
-    for parameter, flat in whole.items():
-        if parameter.offset <= span.start and span.stop <= parameter.end and flat.dtype == dtype:
-            return flat[span.start - parameter.offset : span.stop - parameter.offset]
-    return None
-
-
-def _sum_dtype(unit: Unit) -> torch.dtype:
-    return torch.float64 if unit.dtype is torch.float64 else torch.float32

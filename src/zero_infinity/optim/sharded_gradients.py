@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channel import Channel, Topic
-from zero_infinity.comm.reduce_scatter import Reduced, ReduceScatter
+from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.optim.gradient_flow import GradientFlow, room_for
@@ -35,6 +35,27 @@ from zero_infinity.tiers.host_cache import HostCache
 _LEFT_OVER, _NORMS, _GRADIENT, _LEFT_OVER_SUM = -1, -2, -3, -4
 _POLL_SECONDS = 0.1
 _BITS = 62  # of what one rank says in one number
+
+
+class ReducedGradients:
+    """The average over ranks of the gradients of one unit's parameters: the shard that this rank updates."""
+
+    __slots__ = ("_shard", "parameters")
+
+    def __init__(self, parameters: Sequence[ManagedParameter], shard: ReducedShard) -> None:
+        self.parameters = parameters  # those that have a gradient on some rank
+        self._shard = shard
+
+    @property
+    def is_ready(self) -> bool:
+        return self._shard.is_ready
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        """The elements of `segment`; None when no rank has a gradient of its parameter. Waits."""
+        if segment.parameter not in self.parameters:
+            return None
+        first = segment.parameter.offset - self._shard.span.start
+        return self._shard.wait()[first + segment.start : first + segment.stop]
 
 
 class ShardedGradients(GradientFlow):
@@ -75,7 +96,7 @@ class ShardedGradients(GradientFlow):
         self._parameters = [p for record in records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._unsummed: set[ManagedParameter] = set()  # whose retained gradients are this rank's alone
-        self._held: dict[Unit, Reduced] = {}  # sums that had to wait for step()
+        self._held: dict[Unit, ReducedGradients] = {}  # sums that had to wait for step()
         self._squares: dict[Segment, float] | None = {} if norms else None
         # Units that not every rank uses, found out before the first sum: they are summed when backward is over.
         self.find_late_units: Callable[[], Collection[Unit]] | None = None
@@ -181,14 +202,15 @@ class ShardedGradients(GradientFlow):
                 else:
                     flats[parameter] = retained
             num_bytes += sum(flat.nbytes for flat in flats.values())
-            asked.append((unit, flats, parameters))
+            pieces = {parameter.offset: flat for parameter, flat in flats.items()}
+            asked.append(LocalGradients(unit.shards, _sum_dtype(unit), pieces))
             if self._keeps_whole:
                 self._expire([unit])
         with self._lock:
             self._submitted_bytes += num_bytes
         results = self._reducer.submit(topic, asked, lambda: self._summed(num_bytes))
-        for (unit, _), reduced in zip(units, results, strict=True):
-            self._arrived(unit, reduced)
+        for (unit, parameters), shard in zip(units, results, strict=True):
+            self._arrived(unit, ReducedGradients(parameters, shard))
 
     def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
         """A retained gradient, whole and of this rank alone, which is then forgotten."""
@@ -199,7 +221,7 @@ class ShardedGradients(GradientFlow):
         self._unsummed.discard(parameter)
         return flat
 
-    def _arrived(self, unit: Unit, reduced: Reduced) -> None:
+    def _arrived(self, unit: Unit, reduced: ReducedGradients) -> None:
         """A sum is on its way: update with it, or keep it."""
         early = self._may_update_early(unit) and self._has_fired(unit)
         if early and not unit.is_saved and not unit.the_source().aliased(unit):
@@ -217,7 +239,7 @@ class ShardedGradients(GradientFlow):
         else:
             self._keep(unit, reduced)
 
-    def _keep(self, unit: Unit, reduced: Reduced) -> None:
+    def _keep(self, unit: Unit, reduced: ReducedGradients) -> None:
         """Add a sum into the gradient blocks."""
         record = self._records[unit]
         for chunk in record.chunks:
@@ -258,7 +280,8 @@ class ShardedGradients(GradientFlow):
             else:
                 self._submit(unit, {}, retained, factors)
             if self._exchange is not None:
-                self._exchange.submit(unit)
+                topic = Topic("parameter gather", unit.number, unit.name)
+                self._exchange.submit(topic, unit.the_block(), unit.dtype, unit.spans)
         if self._squares is not None:
             self._squares.clear()
 
@@ -331,6 +354,10 @@ def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
 
 def _listed(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _sum_dtype(unit: Unit) -> torch.dtype:
+    return torch.float64 if unit.dtype is torch.float64 else torch.float32
 
 
 def _rows(matrix: torch.Tensor) -> Sequence[Span]:

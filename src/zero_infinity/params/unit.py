@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_infinity._torch import no_torch_function, version_of
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import is_distributed, local_of
-from zero_infinity.policy.partition import NOTHING, ONE_RANK, Sharding, Span
+from zero_infinity.policy.partition import ONE_RANK, Sharding, ShardLayout, Span
 from zero_infinity.policy.sizes import round_up_elements
 from zero_infinity.policy.unit_sizes import stored_bytes
 from zero_infinity.storage.block import Block
@@ -178,13 +178,8 @@ class Unit:
     dtype: torch.dtype  # as stored
     compute_dtype: torch.dtype  # as the module sees it
     number: int  # the same on every rank
+    shards: ShardLayout
     parameters: list[ManagedParameter] = field(default_factory=list)
-    num_elements: int = 0
-    spans: tuple[Span, ...] = ()  # each rank's part
-    stored: Span = NOTHING  # what is in `block`
-    owned: Span = NOTHING  # what is updated here
-    is_stored_in_parts: bool = False
-    is_updated_in_parts: bool = False
     block: Block | None = None
     source: UnitSource | None = None  # who gives its elements to those who compute with them
     num_unsharded: int = 0
@@ -193,6 +188,33 @@ class Unit:
     forget_handles_at: int = 8
     flat: torch.Tensor | None = None  # the elements, while a parameter is unsharded
     alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
+
+    @property
+    def num_elements(self) -> int:
+        return self.shards.num_elements
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Each rank's shard."""
+        return self.shards.spans
+
+    @property
+    def stored(self) -> Span:
+        """What is in `block`."""
+        return self.shards.stored
+
+    @property
+    def owned(self) -> Span:
+        """What is updated on this rank."""
+        return self.shards.owned
+
+    @property
+    def is_stored_in_parts(self) -> bool:
+        return self.shards.is_stored_in_parts
+
+    @property
+    def is_updated_in_parts(self) -> bool:
+        return self.shards.is_updated_in_parts
 
     @property
     def stored_bytes(self) -> int:
@@ -255,8 +277,11 @@ def make_unit(
     sharding: Sharding = ONE_RANK,
 ) -> Unit:
     """A unit over these parameters, in order, stored in `dtype` and seen by modules in `compute_dtype` on `device`."""
-    unit = Unit(name, dtype, compute_dtype, number)
-    for full_name, parameter in parameters:
+    members = list(parameters)
+    num_elements = sum(round_up_elements(local_of(parameter).numel()) for _, parameter in members)
+    unit = Unit(name, dtype, compute_dtype, number, sharding.layout(num_elements, number))
+    offset = 0
+    for full_name, parameter in members:
         # A cell of its own for each, so that whoever writes into an offloaded parameter by a side door is found out.
         cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
         local = local_of(parameter)
@@ -273,7 +298,7 @@ def make_unit(
                 parameter=parameter,
                 name=full_name,
                 unit=unit,
-                offset=unit.num_elements,
+                offset=offset,
                 shape=local.shape,
                 stride=known.stride if known is not None else dense_stride(local.detach()),
                 cell=cell,
@@ -282,11 +307,7 @@ def make_unit(
                 is_distributed=is_distributed(parameter),
             )
         )
-        unit.num_elements += round_up_elements(local.numel())
-    layout = sharding.layout(unit.num_elements, number)
-    unit.num_elements, unit.spans = layout.num_elements, layout.spans
-    unit.stored, unit.owned = layout.stored, layout.owned
-    unit.is_stored_in_parts, unit.is_updated_in_parts = layout.is_stored_in_parts, layout.is_updated_in_parts
+        offset += round_up_elements(local.numel())
     return unit
 
 

@@ -32,9 +32,6 @@ class Span:
         return Span(first, max(first, min(self.stop, stop)))
 
 
-NOTHING = Span(0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class RankPartition:
     """How units are cut for `num_ranks` ranks."""
@@ -73,7 +70,7 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What one rank keeps under a ZeRO stage. A single rank shards nothing, whatever the stage."""
+    """What one rank keeps: the only place that knows what a ZeRO stage does. A single rank shards nothing."""
 
     rank: int = 0
     partition: RankPartition = RankPartition(1)
