@@ -3,8 +3,8 @@
 Owns the knowledge of torch's internals: no other module of the package names a private attribute, function or module of
 torch (`tests/unit/test_private_torch.py` checks it). It knows nothing of this library.
 
-A wrapper says why the public API does not do. Where a call is on a hot path, it is an alias of the C function. A torch
-version is named after the ones that the tests were run with: all of these work in torch 2.13.
+A wrapper says why the public API is not enough, and with which torch versions the tests were run. On a hot path it is
+an alias of the C function.
 """
 
 from __future__ import annotations
