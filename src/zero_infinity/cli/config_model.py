@@ -1,7 +1,7 @@
-"""A Hugging Face config.json as the planner's model: built of tensors without memory, and run once.
+"""Turns a Hugging Face config.json into the planner's model: builds it from tensors without memory and runs it once.
 
-Owns what happens when that run fails: a model whose forward asks for values, or takes inputs that nobody can guess, is
-counted by its parameters; one whose numbers do not go together is a mistake.
+Owns what happens if that run fails: a model whose forward depends on values, or whose inputs are unknown, is counted by
+its parameters; a config with inconsistent values is an error.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zero_infinity.planner.model_shapes import ModelShape
 
 _DEFAULT_SEQ = 1024
 _SHORT_SEQ = 32
-# What a forward raises that looks at values: there are none.
+# Raised by a forward that reads values: these tensors have none.
 _ASKS_FOR_VALUES = (*NEEDS_VALUES, GuardOnDataDependentSymNode)
-# What it raises for the lack of an input. Whatever else happens is the config's fault.
+# Raised if an input is missing. Any other error is the config's fault.
 _INPUTS_UNKNOWN = (TypeError, ValueError, AttributeError)
 
 
 def from_config(path: Path, seq: int | None) -> ModelShape:
-    """The model of a config, or of the one in a folder; `seq` in place of its own length."""
+    """The model of a config file, or of the one in a directory; `seq` replaces its own sequence length."""
     config = hugging_face.read_any_config(path)
     length = _length(config, seq)
     with _quiet(), FakeTensorMode():
@@ -60,13 +60,13 @@ def from_config(path: Path, seq: int | None) -> ModelShape:
 
 
 def check(config: HuggingFaceConfig) -> None:
-    """Raise when a model that is to be trained cannot be built of its values, or cannot run: before memory is taken."""
+    """Raise if a model cannot be built from this config, or cannot run, before any memory is allocated for it."""
     with _quiet(), FakeTensorMode():
         try:
             tokens = torch.zeros(1, min(_SHORT_SEQ, config.max_seq or _SHORT_SEQ), dtype=torch.long)
             hugging_face.loss_of(config.build(without_memory=True), tokens)
         except _ASKS_FOR_VALUES:
-            pass  # with values it may
+            pass  # may work with real values
         except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
             raise _does_not_work(config, error) from None
 
@@ -87,8 +87,8 @@ def _length(config: HuggingFaceConfig, seq: int | None) -> int:
 
 
 def _run(config: HuggingFaceConfig, model: nn.Module, blocks: list[nn.Module], length: int) -> ModelShape:
-    """As it trains; if that fails as it would without dropped layers; then with the next kind of inputs."""
-    # Without attention a token costs the same in a sequence of any length, and such models take one after the other.
+    """Try each kind of inputs in training mode, then in evaluation mode (without randomly dropped layers)."""
+    # Without attention a token costs the same in a sequence of any length, and such models run token by token.
     text = config.settings.get_text_config()
     has_attention = getattr(text, "num_attention_heads", None) is not None
     run_length = length if has_attention else min(length, getattr(text, "chunk_size", _SHORT_SEQ))
@@ -121,7 +121,7 @@ def _does_not_work(config: HuggingFaceConfig, error: Exception) -> ConfigError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs the whole way to an error in tensors without memory, which is told in one line here."""
+    """Silence torch's log of an error in a tensor without memory: it is reported in one line here."""
     log = logging.getLogger(FAKE_TENSOR_LOGGER)
     before = log.disabled
     log.disabled = True

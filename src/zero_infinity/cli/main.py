@@ -25,10 +25,10 @@ COMMANDS = {
     "bench": "measure what this machine's drives can do",
     "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
     "export": "the weights of a checkpoint as a Hugging Face folder",
-    "paper": "the ZeRO papers' tables and figures, ours beside theirs",
-    "plan": "what fits where, and how fast, before training",
+    "paper": "recompute tables and figures of the ZeRO papers",
+    "plan": "predict memory per tier and step time before training",
     "report": "a page to look at from a trace",
-    "simulate": "a training step on other hardware, on a virtual clock",
+    "simulate": "simulate a training step on other hardware",
     "train": "train a model whose states are larger than memory",
 }
 

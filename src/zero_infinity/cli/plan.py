@@ -1,4 +1,4 @@
-"""`zero-infinity plan`: what fits where, and how fast, before training. The numbers are `plan.planner`'s."""
+"""`zero-infinity plan`: memory per tier, bandwidth and step time of a job. The numbers come from `planner`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from zero_infinity.cli import plan_arguments
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner import hardware as profiles
+from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan import BandwidthNeed, Plan, alternatives, make_plan, works
 from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -28,8 +29,8 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="what fits where, and how fast, before training",
-        description="Predict the bytes on every tier, bandwidth needed and had, and the time of a step.",
+        help="predict memory per tier and step time before training",
+        description="Predict the bytes on every tier, the bandwidth that is needed and available, and the step time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -103,7 +104,7 @@ def _bandwidth_table(needs: tuple[BandwidthNeed, ...]) -> Table:
         per = "in all" if need.aggregate else "a device"
         has = "not used" if math.isinf(need.has) else format_rate(need.has)
         verdict = "[green]enough[/]" if need.is_enough else "[yellow]less[/]"
-        overlap = "behind computing" if need.overlapped else "unsharded"
+        overlap = "behind computing" if need.overlapped else "exposed"
         needed = f"{format_rate(need.needed)} {per}"
         table.add_row(str(need.data), needed, f"{need.target:.0%} efficiency", has, verdict, overlap)
     return table
@@ -168,7 +169,7 @@ def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> 
     }
 
 
-def outcome_json(outcome: Any) -> dict[str, Any]:
+def outcome_json(outcome: SimulatedStep) -> dict[str, Any]:
     return {
         "seconds": outcome.seconds,
         "forward_seconds": outcome.forward_seconds,

@@ -1,4 +1,4 @@
-"""Options that `plan` and `simulate` share: which model, on which hardware, how. Only a config.json needs torch."""
+"""Options that `plan` and `simulate` share: model, hardware and job. torch is imported only for a config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_infinity.planner.training_job import MIXED, SINGLE, HomeRule, Training
 from zero_infinity.units import parse_bytes
 
 _STATES = {"float32": SINGLE, "mixed": MIXED}
-_MAX_COUNT = 10**7  # of anything: beyond it is a slip of the finger
+_MAX_COUNT = 10**7  # of anything; more is a typing error
 _MAX_LAYERS = 10**4
 
 
@@ -24,39 +24,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", metavar="NAME", help=f"{', '.join(models.known_names())}; or the path of a Hugging Face config.json"
     )
-    model.add_argument("--layers", type=_num_layers, metavar="N", help="blocks, in place of --model")
+    model.add_argument("--layers", type=_num_layers, metavar="N", help="number of blocks, instead of --model")
     for name, text in (("hidden", "width"), ("heads", "attention heads")):
-        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, in place of --model")
-    model.add_argument("--vocabulary", type=_positive, metavar="N", help="with --layers: adds embeddings")
-    model.add_argument("--seq", type=_positive, metavar="N", help="tokens in a sequence (default: the model's own)")
+        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, instead of --model")
+    model.add_argument(
+        "--vocabulary", type=_positive, metavar="N", help="vocabulary size, with --layers (default: no embeddings)"
+    )
+    model.add_argument("--seq", type=_positive, metavar="N", help="tokens per sequence (default: the model's own)")
     machine = parser.add_argument_group("hardware")
     machine.add_argument("--hardware", required=True, metavar="PROFILE", help=f"{', '.join(profiles.names())}; or a "
                          ".toml file, such as zero-infinity bench hardware writes")  # fmt: skip
-    machine.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default 1)")
-    machine.add_argument(
-        "--gpus", type=_positive, metavar="N", help="devices of each node that take part (default: all)"
-    )
-    machine.add_argument("--memory", metavar="SIZE", help="host memory a node for the engine (default: 70%% of what "
-                         "activations leave)")  # fmt: skip
-    machine.add_argument("--device-memory", metavar="SIZE", help="memory of a device for parameters (default: what "
+    machine.add_argument("--nodes", type=_positive, default=1, metavar="N", help="number of nodes (default 1)")
+    machine.add_argument("--gpus", type=_positive, metavar="N", help="devices per node that take part (default: all)")
+    machine.add_argument("--memory", metavar="SIZE", help="host memory per node for the engine (default: 70%% of "
+                         "what activations leave)")  # fmt: skip
+    machine.add_argument("--device-memory", metavar="SIZE", help="memory per device for parameters (default: what "
                          "activations and states leave)")  # fmt: skip
     machine.add_argument(
-        "--nvme", metavar="DIR", help='where nvme= will point, for the Config shown; "none": no storage'
+        "--nvme", metavar="DIR", help='directory for nvme= in the printed Config; "none": plan without storage'
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--batch", type=_number, default=1.0, metavar="N", help="sequences a device (default 1)")
-    training.add_argument("--dtype", choices=_STATES, help="float32 (12 bytes a parameter), or mixed: 16-bit with "
-                          "float32 masters (14) (default: mixed, or float32 where the CPU computes)")  # fmt: skip
-    training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks between activation checkpoints; "
-                          "0 computes nothing again (default 1)")  # fmt: skip
-    training.add_argument("--offload-activations", action="store_true", help="activation checkpoints on the slowest "
-                          "tier in use (default: where they fit)")  # fmt: skip
-    training.add_argument("--after-backward", action="store_true", help="update after backward rather than in it")
-    training.add_argument("--no-overlap", action="store_true", help="every transfer after the other: the worst case")
+    training.add_argument("--batch", type=_number, default=1.0, metavar="N", help="sequences per device (default 1)")
+    training.add_argument("--dtype", choices=_STATES, help="float32 (12 bytes per parameter) or mixed: 16-bit with "
+                          "float32 master copies (14) (default: mixed; float32 on a CPU)")  # fmt: skip
+    training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks per activation checkpoint; "
+                          "0: no recomputation (default 1)")  # fmt: skip
+    training.add_argument("--offload-activations", action="store_true", help="put activation checkpoints on the "
+                          "slowest tier in use (default: where they fit)")  # fmt: skip
+    training.add_argument("--after-backward", action="store_true", help="update after backward instead of during it")
+    training.add_argument("--no-overlap", action="store_true", help="overlap nothing: the worst case")
     training.add_argument("--placement", choices=list(HomeRule), default=HomeRule.ENGINE.value, help="engine: "
                           "all on the slowest tier in use; paper: ZeRO-Infinity's rule (default: engine)")  # fmt: skip
     for option, what in (("parameters", "parameters"), ("optimizer", "optimizer states")):
-        training.add_argument(f"--{option}-on", metavar="TIER", help=f"where {what} live, in place of the placement's")
+        training.add_argument(f"--{option}-on", metavar="TIER", help=f"tier for {what}, instead of the placement's")
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
@@ -70,12 +70,15 @@ def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
     default = SINGLE if hardware.device is None else MIXED
     if args.interval > 1 and args.placement == HomeRule.ENGINE:
         raise ConfigError(
-            f"--interval {args.interval} is the paper's way: one checkpoint for several blocks. The engine computes "
-            "each block again on its own\n"
+            f"--interval {args.interval} is the paper's way: one checkpoint for several blocks. The engine recomputes "
+            "each block on its own\n"
             "  fix:   --interval 1 (checkpoint_activations=True) or 0, or --placement paper"
         )
     if args.offload_activations and not args.interval:
-        raise ConfigError("--offload-activations is for checkpoints, and --interval 0 has none")
+        raise ConfigError(
+            "--offload-activations moves activation checkpoints, and --interval 0 has none\n"
+            "  fix:   --interval 1, or leave out --offload-activations"
+        )
     return TrainingJob(
         batch=args.batch,
         num_nodes=args.nodes,
@@ -97,7 +100,9 @@ def model_of(args: argparse.Namespace) -> ModelShape:
     numbers = [name for name in ("layers", "hidden", "heads") if getattr(args, name)]
     if args.model is not None:
         if numbers or args.vocabulary:
-            raise ConfigError("--model has its own shape; leave out --layers, --hidden, --heads and --vocabulary")
+            raise ConfigError(
+                "--model has its own shape\n  fix:   leave out --layers, --hidden, --heads and --vocabulary"
+            )
         if args.model.endswith(".json") or Path(args.model).is_dir():
             from zero_infinity.cli.config_model import from_config
 

@@ -1,4 +1,4 @@
-"""`zero-infinity simulate`: one training step on a virtual clock, with a trace to look at."""
+"""`zero-infinity simulate`: one training step on a virtual clock, with a trace on request."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ examples:
   zero-infinity simulate --model gpt3-13b --hardware rtx4090 --batch 4 --trace step.json
   zero-infinity simulate --model zi-100t --hardware dgx2 --nodes 96 --batch 2
 
-Look at the trace with zero-infinity report step.json -o step.html, or in ui.perfetto.dev.
+View the trace with zero-infinity report step.json -o step.html, or in ui.perfetto.dev.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "simulate",
-        help="a training step on other hardware, on a virtual clock",
-        description="Simulate a steady training step with the engine's own policy over links of a given speed.",
+        help="simulate a training step on other hardware",
+        description="Simulate one steady training step: the engine's own cache policy over links of a given speed.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

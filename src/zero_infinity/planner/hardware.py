@@ -1,9 +1,8 @@
 """Machines as the planner sees them: nodes of equal devices over a list of memory tiers. Read from TOML profiles.
 
-Owns the form of a profile, its checks, and the profiles that come with the package. Every figure in a profile stands
-beside its source, `{ value = "32GB", source = "..." }`, because a plan is no better than these. A tier that a machine
-has besides (CXL memory, NVMe over fabrics) is one more entry of the list; `bypasses_host` is a path such as GPUDirect
-Storage.
+Owns the format of a profile, its checks, and the profiles that come with the package. Every figure in a profile has its
+source beside it, `{ value = "32GB", source = "..." }`, because a plan is no better than its figures. An additional tier
+(CXL memory, NVMe over fabrics) is one more entry of the list; `bypasses_host` is a path such as GPUDirect Storage.
 """
 
 from __future__ import annotations

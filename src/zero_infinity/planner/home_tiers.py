@@ -1,6 +1,5 @@
-"""Where states live: by ZeRO-Infinity's section 7.1 (offload only what must be), or as the engine does it.
-
-Pure: sizes and capacities in, homes out. A *home* is a position in the hardware's list of tiers.
+"""Which tier each kind of state lives on: by ZeRO-Infinity's section 7.1 (offload as little as possible), or as the
+engine does it. Pure: sizes and capacities in, tiers out.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from zero_infinity.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class StateNeed:
-    """Bytes over the whole cluster, by kind. Working memory is what every device needs while it computes."""
+    """Bytes on the whole cluster by kind of state, and the activations that every device needs while it computes."""
 
     parameters: int
-    optimizer: int  # with the gradients that are kept for it
+    optimizer: int  # with gradients that are kept until the step
     checkpoints: int
     working_per_device: int
 
@@ -68,9 +67,9 @@ def choose_homes(need: StateNeed, hardware: Hardware, num_nodes: int, host_memor
 
 
 def slowest_homes(need: StateNeed, hardware: Hardware, num_nodes: int, host_memory: int) -> HomeTiers:
-    """As the engine does it: all states on the host, or, when they do not fit, all of them on the next tier with room.
+    """As the engine does it: all states on the host, or, if they do not fit, all of them on the next tier with room.
 
-    Device memory only caches. Checkpoints stay on the device that made them while it has room.
+    Device memory is only a cache. Checkpoints stay on the device that made them as long as it has room.
     """
     room = {tier: capacity(tier, hardware, num_nodes) for tier in hardware.tiers}
     device, host = hardware.device, hardware.host

@@ -1,6 +1,6 @@
-"""What is trained, as the planner sees it: operators in their order, with parameters, operations and saved values.
+"""Models as the planner sees them: operators in order, with their parameters, operations and saved values. Pure.
 
-Transformers by their numbers, and well-known ones by name. Any other module is described by `plan.modules`. Pure.
+Transformers are made from their numbers, well-known ones by name. `module_shapes` describes any other module.
 """
 
 from __future__ import annotations

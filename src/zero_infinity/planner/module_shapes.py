@@ -1,7 +1,8 @@
-"""Any `nn.Module` as the planner's model: run once with tensors that have shapes and no memory (meta, or fake ones).
+"""Describes any `nn.Module` to the planner: runs it once on tensors that have shapes but no memory (meta or fake).
 
-The only file here that imports torch. Operations are counted by torch's own counter, saved values by autograd's hooks,
-both for the module that runs at the moment; nothing is guessed from names except which modules repeat.
+The only file of the planner that imports torch. torch's counter counts operations and autograd's hooks count saved
+values, both for the module that is running; nothing is guessed from names. Which modules are repeated blocks is passed
+in.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def describe(
     dtype_bytes: int = _HALF_BYTES,
     blocks: Sequence[nn.Module] = (),
 ) -> ModelShape:
-    """Run `model(**inputs)`, neither with any memory, and note what each of its modules does, in order.
+    """Run `model(**inputs)`, both without memory, and record what each module does, in order.
 
     `dtype_bytes`: what one saved element takes in this run; saved bytes are counted in units of it.
     `blocks`: modules that can be computed again in backward, in their order.
@@ -79,10 +80,10 @@ def describe(
 def outline(
     model: nn.Module, *, seq: int, name: str, blocks: Sequence[nn.Module] = (), part_of_experts: float = 1.0
 ) -> ModelShape:
-    """Without running it: modules in the order in which they are registered, two operations for each weight.
+    """A model that is not run: modules in the order of registration, two operations per weight.
 
-    For models whose forward depends on values, or takes what nobody can guess. A weight of three dimensions is one of
-    experts, of which a token goes through `part_of_experts`.
+    For models whose forward depends on values, or whose inputs are unknown. A weight of three dimensions belongs to
+    experts, of which each token uses the share `part_of_experts`.
     """
     owners = _Owners(model)
     if not owners.units:

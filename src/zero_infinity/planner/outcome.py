@@ -1,4 +1,4 @@
-"""What a simulation found: time, waits, traffic and held bytes of one steady step. Data only."""
+"""The result of a simulation: time, waits, traffic and held bytes of one steady step. Data only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What went over one link in a step: bytes of one rank, and how long the link was busy."""
+    """Traffic of one link in a step: bytes of one rank, and how long the link was busy."""
 
     link: str
     num_bytes: int
@@ -23,12 +23,12 @@ class SimulatedStep:
     forward_seconds: float
     backward_seconds: float
     compute_seconds: float
-    engine_seconds: float  # that moving bytes and bookkeeping take from the cores that compute
+    engine_seconds: float  # that transfers and bookkeeping take from the cores that compute
     waits: dict[str, float]  # by module
     traffic: tuple[LinkTraffic, ...]
     read_bytes: int  # from storage, of one rank
     written_bytes: int
-    peak_bytes: dict[str, int]  # by tier, of one rank; over the whole run, of which the first step may hold most
+    peak_bytes: dict[str, int]  # by tier, of one rank, over the whole run: the first step may hold most
     flops: float  # of one device
     tokens: float  # of the whole cluster
     num_ranks: int

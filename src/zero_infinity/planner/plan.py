@@ -1,7 +1,7 @@
-"""A plan: what fits where, what bandwidth that needs, how long a step takes. The parts put together; pure.
+"""A plan: what fits where, how much bandwidth that needs, how long a step takes. Pure.
 
-Memory is what `plan.inputs` decides with the engine's own division, time and traffic are the simulator's, needs are the
-paper's equations for this machine's speed.
+Owns no arithmetic of its own: memory comes from `plan_inputs`, time and traffic from the simulator, and required
+bandwidth from the paper's equations at this machine's speed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zero_infinity.planner.training_job import TrainingJob
 from zero_infinity.trace import Trace
 
 _MAX_NODES = 4096
-_MIN_SEQ = 64  # shorter ones are no suggestion
+_MIN_SEQ = 64  # shorter sequences are not suggested
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What a tier holds, by kind, of one device (device memory) or one node."""
+    """Bytes on a tier by kind of data: of one device for device memory, else of one node."""
 
     tier: HardwareTier
     uses: dict[str, int]
@@ -37,7 +37,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class BandwidthNeed:
-    """Bandwidth for one kind of data, needed for the target efficiency and had."""
+    """Bandwidth for one kind of data: needed for the target efficiency, and available."""
 
     data: DataKind
     target: float
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, str | int]:
-        """What to put into `zi.Config`; where the drive is mounted is the user's to say."""
+        """Arguments for `zi.Config`. The user fills in where the drive is mounted."""
         inputs = self.inputs
         settings: dict[str, str | int] = {"memory": _round_size(inputs.host.memory)}
         if inputs.device_cache is not None and inputs.hardware.device is not None:
@@ -97,7 +97,7 @@ def make_plan(model: ModelShape, hardware: Hardware, job: TrainingJob, trace: Tr
 
 
 def largest_model(hardware: Hardware, job: TrainingJob) -> int:
-    """Parameters whose states fill every tier that there is."""
+    """The number of parameters whose states fill every tier."""
     num_devices = job.devices_per_node or hardware.devices_per_node
     node_bytes = sum(
         tier.capacity * (num_devices if tier.kind is TierKind.DEVICE else 1)
@@ -111,9 +111,10 @@ def largest_model(hardware: Hardware, job: TrainingJob) -> int:
 
 
 def alternatives(model: ModelShape, hardware: Hardware, job: TrainingJob, *, shorten: bool = False) -> list[str]:
-    """Changes to a job that cannot work after which it would, each tried.
+    """Options that would make a job work that does not fit; each one was tried.
 
-    `shorten`: sequences, too; with a token's cost in the longer one, which is more than it would be.
+    `shorten`: try shorter sequences as well. A token is taken to cost as much as in the long one, which is more than it
+    would.
     """
     found: list[str] = []
     nodes = 2 * job.num_nodes
@@ -139,7 +140,7 @@ def alternatives(model: ModelShape, hardware: Hardware, job: TrainingJob, *, sho
 
 
 def works(model: ModelShape, hardware: Hardware, job: TrainingJob) -> bool:
-    """Whether there is a plan at all."""
+    """True if the job fits."""
     try:
         prepare(model, hardware, job)
     except CapacityError:
@@ -148,7 +149,7 @@ def works(model: ModelShape, hardware: Hardware, job: TrainingJob) -> bool:
 
 
 def _tier_uses(inputs: PlanInputs, model: ModelShape) -> tuple[TierUse, ...]:
-    """Of the whole model, whichever part of it is simulated."""
+    """Of the whole model, also if only a slice of it is simulated."""
     hardware, homes, job = inputs.hardware, inputs.homes, inputs.job
     uses: dict[HardwareTier, dict[str, int]] = {tier: {} for tier in hardware.tiers}
     for name, home, per_parameter in (
@@ -192,7 +193,7 @@ def _needs(inputs: PlanInputs) -> tuple[BandwidthNeed, ...]:
 
 
 def _link(inputs: PlanInputs, tier: HardwareTier) -> float:
-    """Bytes a second from a tier to one device when all of them ask."""
+    """Bytes per second from a tier to one device when all devices read at once."""
     if tier.kind is TierKind.DEVICE:
         return tier.read
     return min(tier.one_device, tier.read / inputs.num_devices)
@@ -206,7 +207,7 @@ def _drive_life(inputs: PlanInputs, written_per_node: int, seconds: float) -> fl
 
 
 def _round_size(num_bytes: int) -> str:
-    """Rounded down to what people write."""
+    """Rounded down to whole MiB or GiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= 10 * size:
             return f"{num_bytes // size}{unit}"

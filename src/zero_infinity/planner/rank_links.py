@@ -1,4 +1,4 @@
-"""The links of one rank, and how long a transfer takes on each when all ranks of its node ask for the same."""
+"""The links of one rank, and how long a transfer takes when all ranks of the node make the same one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category
 
 
 class RankLinks:
-    """Computing, updating and every link, each a queue; times are on the simulation's clock."""
+    """The computation, the update worker and every link, each a queue on the simulation's clock."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self._inputs = inputs
@@ -27,15 +27,15 @@ class RankLinks:
         self.links = (self.compute, *self.storage.values(), *between, self.update_worker)
 
     def upload(self, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
-        """From host to device; returns when it is there."""
+        """Copy from host to device; returns when it is done."""
         return self._over_host_link(self._upload, name, category, ready, shard, whole)
 
     def download(self, name: str, category: Category, ready: float, shard: int, whole: int) -> float:
-        """From device to host."""
+        """Copy from device to host; returns when it is done."""
         return self._over_host_link(self._download, name, category, ready, shard, whole)
 
     def collective(self, name: str, ready: float, shard: int) -> float:
-        """An all-gather, or a reduce-scatter: each rank receives all parts but its own."""
+        """An all-gather or a reduce-scatter: each rank receives all parts except its own."""
         num_ranks = self._inputs.num_ranks
         if num_ranks == 1:
             return ready
@@ -44,7 +44,7 @@ class RankLinks:
         return self._gather.occupy(name, Category.COLLECTIVE, ready, seconds, num_bytes)
 
     def store_checkpoint(self, name: str, ready: float, *, cached: bool) -> float:
-        """An activation checkpoint leaves the device for its home, or (`cached`) for the host's cache of that."""
+        """Move an activation checkpoint from the device to its home, or (`cached`) only to the host's cache."""
         for link, tier in self._checkpoint_path(self._download, cached=cached):
             ready = self._move_checkpoint(link, name, ready, tier, tier.write)
         return ready
@@ -56,13 +56,13 @@ class RankLinks:
 
     @property
     def cpu_seconds(self) -> float:
-        """What all transfers so far have taken of one rank's cores."""
+        """CPU seconds that all transfers so far have taken on one rank."""
         return sum(link.cpu_seconds for link in self.links)
 
     def _over_host_link(
         self, link: VirtualLink, name: str, category: Category, ready: float, shard: int, whole: int
     ) -> float:
-        """A shard over every device's link at once, or all of it over its owner's."""
+        """A shard over every device's link at once, or the whole unit over its owner's link."""
         host = self._inputs.hardware.host
         if self._inputs.job.partition is PartitionMode.OWNER:
             return link.occupy(name, category, ready, whole / host.one_device, whole)
@@ -70,7 +70,7 @@ class RankLinks:
         return link.occupy(name, category, ready, self._shared_seconds(shard, host, rate), shard)
 
     def _checkpoint_path(self, host_link: VirtualLink, *, cached: bool) -> list[tuple[VirtualLink, HardwareTier]]:
-        """The hops from the device that computes to where checkpoints live; none where that is the same memory."""
+        """The hops from the computing device to where checkpoints live; none if that is the same memory."""
         home, hardware = self._inputs.homes.checkpoints, self._inputs.hardware
         if home.kind is TierKind.DEVICE:
             return []

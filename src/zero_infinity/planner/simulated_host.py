@@ -1,7 +1,7 @@
-"""Host memory in the simulation: the engine's policy over blocks at home on storage, on a virtual clock.
+"""Host memory in the simulation: the engine's cache policy over blocks that live on storage, on a virtual clock.
 
-What the policy decides is carried out in its order, as the engine does: an eviction of a changed block is a write, and
-the fetch that takes its room begins after it.
+Decisions are carried out in order, as in the engine: evicting a changed block is a write, and the fetch that takes its
+room starts after that write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero_infinity.units import format_bytes
 
 
 class SimulatedHost:
-    """Blocks that stream between storage and host memory; keys of others are always there."""
+    """Blocks that stream between storage and host memory. Blocks that were not added are always in memory."""
 
     def __init__(self, plan: HostPlan, scale: float, num_sharers: int, links: dict[HardwareTier, VirtualLink]) -> None:
         self.in_use: set[int] = set()
@@ -32,7 +32,7 @@ class SimulatedHost:
         self._sizes: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._ready: dict[int, float] = {}
-        self._changed: dict[int, float] = {}  # blocks that differ from their home -> when the change is done
+        self._changed: dict[int, float] = {}  # changed block -> when the change is done
         self._without_content: set[int] = set()
 
     def add(self, key: int, name: str, num_bytes: int, home: HardwareTier, *, has_content: bool = True) -> None:
@@ -49,7 +49,7 @@ class SimulatedHost:
         return self._fixed + int(self._scale * self.policy.cached_bytes)
 
     def access(self, key: int, now: float) -> float:
-        """Use a block: decide, transfer, and say when it is in memory and nobody changes it any more."""
+        """Use a block; returns when it is in memory and no longer being changed."""
         if key not in self._sizes:
             return max(now, self._changed.get(key, 0.0))
         try:
@@ -67,12 +67,12 @@ class SimulatedHost:
         return max(now, self._ready.get(key, 0.0), self._changed.get(key, 0.0))
 
     def change(self, key: int, when: float) -> None:
-        """The block's content is another from `when` on."""
+        """The block has new content from `when` on."""
         self._changed[key] = when
         self._without_content.discard(key)
 
     def expire(self, key: int) -> None:
-        """The block's content is dead."""
+        """The block's content is no longer needed."""
         if key in self._sizes:
             self.policy.forget(key)
             self._changed.pop(key, None)

@@ -1,12 +1,13 @@
-"""One training job on a virtual clock: the engine's own policy over links of a given speed.
+"""One training job on a virtual clock: the engine's own cache policy over links of a given speed.
 
-All ranks do the same at the same time, so one is simulated, and links that a node's ranks share are as slow as all of
-them make it. So the cost does not grow with the cluster, only with the model's operators and chunks.
+All ranks do the same thing at the same time, so only one is simulated; a link that the ranks of a node share carries
+the bytes of all of them. The cost of a simulation therefore does not grow with the cluster, only with the number of
+operators and chunks.
 
-A step goes through the model's operators in order. Each use of a parameter is an access, told to the policy of device
-memory (gathered parameters) and, for what that fetches, to the policy of host memory (`plan.host_tier`): the very class
-that the engine runs. What they decide becomes transfers, first come, first served on each link: storage to host (nc),
-host to device (cg), all-gather (gg); gradients and checkpoints the other way.
+A step runs the model's operators in order. Each use of a parameter is an access to the policy of device memory
+(gathered parameters), and what that fetches is an access to the policy of host memory (`simulated_host`). Both are the
+class that the engine runs. Their decisions become transfers, first come, first served on each link: storage to host
+(nc), host to device (cg), all-gather (gg); gradients and checkpoints the other way.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from zero_infinity.policy.unit_sizes import chunk_elements
 from zero_infinity.trace import WAIT, Category, Trace
 from zero_infinity.units import format_bytes
 
-# The first step records the order of uses. With it known the device fetches ahead, so what is asked of the host comes
-# in another order; and where updates move into backward, it changes once more. Two more fill memory by the last order.
-# Then steps are alike, but for a block now and then that stays in one step and not in the next.
+# The first step records the order of uses. Then the device fetches ahead, which changes the order of accesses to the
+# host; moving updates into backward changes it once more. Two more steps fill memory in the final order. After that
+# steps are alike, except for a block now and then that is kept in one step and not in the next.
 WARM_UP_STEPS = 5
-# Records are cut as the engine cuts them, but into at most this many chunks in all: a rank of a trillion parameters
-# would have a million, and finer ones change no result.
+# Records are cut as in the engine, but into at most this many chunks in all: a rank of a trillion parameters would have
+# a million, and finer chunks do not change the result.
 _MAX_CHUNKS = 1_500
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A part of a unit's optimizer record, and of the gradient that waits for it."""
+    """A chunk of a unit's optimizer record and gradient: the keys of its two blocks."""
 
     record: int
     gradient: int
@@ -49,15 +50,15 @@ class _Chunk:
 
 
 class Simulator:
-    """A prepared job; `run` gives what one steady step takes."""
+    """Simulates one job; `run` returns one steady step."""
 
     def __init__(self, inputs: PlanInputs, trace: Trace | None = None) -> None:
         self._inputs = inputs
         self._trace = trace
         self._now = 0.0
         self._backward_end = 0.0
-        self._gradients_at = 0.0  # when the last one has arrived
-        self._early = False  # whether updates run in backward by now
+        self._gradients_at = 0.0  # when the last gradient has arrived
+        self._early = False  # True once updates run in backward
         division = inputs.division
         self._is_shared = inputs.num_ranks > 1  # parameters are gathered from all ranks
         self._program = step(inputs.model, inputs.job.interval)
@@ -76,16 +77,16 @@ class Simulator:
         self._last_gathered: int | None = None
         self._outdated: set[int] = set()
         self._checkpoints = self._make_checkpoints()
-        self._debt = 0.0  # seconds of the cores that compute, spent on other things and not yet paid for
+        self._debt = 0.0  # CPU seconds of the engine that have not delayed the computation yet
         self._engine_seconds = 0.0
         self._paid_cpu_seconds = 0.0
-        self._stored: dict[int, float] = {}  # checkpoints -> when they are at home
-        self._loaded: dict[int, float] = {}  # those fetched ahead -> when they are back
+        self._stored: dict[int, float] = {}  # checkpoint -> when it is at home
+        self._loaded: dict[int, float] = {}  # checkpoint fetched ahead -> when it is back
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._peaks: Counter[str] = Counter()
 
     def _make_blocks(self, name: str) -> list[_Chunk]:
-        """Cut the unit's record; blocks that do not stay in memory are made known to the host tier."""
+        """Cut the unit's record into chunks, and add the blocks that stream to the host's cache."""
         inputs, unit = self._inputs, self._inputs.units[name]
         moves = name not in self._resident
         if moves and inputs.parameters_stream:
@@ -104,7 +105,7 @@ class Simulator:
         return chunks
 
     def _make_device(self) -> CachePolicy | None:
-        """Gathered or copied parameters; None where they are computed with where they live."""
+        """The cache of gathered or copied parameters; None if modules compute with the stored ones."""
         inputs = self._inputs
         if inputs.device_cache is None:
             return None
@@ -115,7 +116,10 @@ class Simulator:
         return device
 
     def _make_checkpoints(self) -> dict[int, int]:
-        """Those at home on storage are blocks like any other, unless the cache (of a slice) is too small: keys."""
+        """Keys of the checkpoints that live on storage and go through the cache, as other blocks do.
+
+        Empty if the cache (of a slice) is too small for two of them.
+        """
         inputs = self._inputs
         numbers = [use.stores for use in self._program if use.stores is not None]
         fits = 2 * inputs.workload.one_checkpoint_bytes <= inputs.division.cache
@@ -130,14 +134,14 @@ class Simulator:
     # ------------------------------------------------------------------ the run
 
     def run(self) -> SimulatedStep:
-        """Simulate until steps are alike, then one more, which is reported."""
+        """Simulate until steps are alike, and report one more."""
         may_be_early = self._inputs.job.early_update
         for number in range(WARM_UP_STEPS):
-            # The engine's first two steps update at their end: it has to see two that are alike before it does earlier.
+            # The engine updates at the end of a step until it has seen two steps that are alike.
             self._early = may_be_early and number >= 2
             self._step(same_order=not (number == 1 and may_be_early))
         if self._trace is not None:
-            # Two steps are traced: a transfer that a step left to the next one is seen where it was asked for.
+            # Two steps are traced, so that a transfer that runs into the next step is seen from its start.
             for link in self._channels.links:
                 link.trace = self._trace
             self._step()
@@ -170,14 +174,14 @@ class Simulator:
         )
 
     def _step(self, *, same_order: bool = True) -> float:
-        """One step; returns when its forward pass was over. `same_order`: the host will see the same again."""
+        """One step; returns the end of its forward pass. `same_order`: the next step accesses blocks in this order."""
         forward_end = self._now
         for use in self._program:
             self._use(use)
             if use.phase is StepPhase.FORWARD:
                 forward_end = self._now
         if not self._early:
-            # The step needs every gradient where it is kept.
+            # The update needs every gradient in its home.
             self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
         if not self._early:
@@ -191,7 +195,7 @@ class Simulator:
         return forward_end
 
     def _end_device_cycle(self, device: CachePolicy, *, same_order: bool) -> None:
-        """Gathered copies are out of date together, after the step, and only then are the next ones gathered."""
+        """All gathered copies expire together after the step; the next ones are gathered only then."""
         for key in sorted(self._outdated):
             device.forget(key)
         self._outdated.clear()
@@ -228,11 +232,11 @@ class Simulator:
         self._now = until
 
     def _handle_block(self) -> None:
-        """The engine's own work on one block."""
+        """CPU time that the engine spends on one block."""
         self._debt += self._inputs.hardware.block_cpu_seconds
 
     def _pay(self) -> None:
-        """Where the CPU computes, everything else that it does delays that. What it did while it waited did not."""
+        """If the CPU computes, its other work delays the computation, unless it was done during a wait."""
         spent = self._channels.cpu_seconds
         if self._inputs.hardware.device is None:
             debt = self._debt + spent - self._paid_cpu_seconds
@@ -252,7 +256,7 @@ class Simulator:
     # ------------------------------------------------------------------ parameters
 
     def _bring(self, name: str) -> float:
-        """When the unit's parameters can be computed with, and what is fetched ahead of its use."""
+        """Use a unit and fetch ahead; returns when its parameters can be computed with."""
         key = self._keys[name]
         self._handle_block()
         if self._device is None:
@@ -261,7 +265,7 @@ class Simulator:
             self._host.in_use.discard(key)
             return ready
         if self._is_shared and key == self._last_gathered:
-            return self._device_ready[key]  # the engine does not count that: how often may differ between ranks
+            return self._device_ready[key]  # not an access in the engine either: ranks may differ in how often
         self._last_gathered = key
         self._computing.clear()
         self._computing.add(key)
@@ -277,7 +281,7 @@ class Simulator:
         return self._device_ready[key]
 
     def _fetch_to_device(self, name: str) -> float:
-        """nc, cg, gg: each hop begins when the one before is done."""
+        """nc, cg, gg: each hop starts when the one before is done."""
         inputs = self._inputs
         ready = self._host.access(self._keys[name], self._now)
         self._handle_block()
@@ -299,11 +303,11 @@ class Simulator:
             self._wait(self._stored[number], name)
 
     def _load_checkpoint(self, number: int, name: str) -> None:
-        """Wait for this one, and fetch the one that is needed next meanwhile."""
+        """Wait for this checkpoint, and start to fetch the next one."""
         if number not in self._loaded:
             self._fetch_checkpoint(number, name)
         self._wait(self._loaded.pop(number), name)
-        # What is on storage is fetched ahead by the policy.
+        # Checkpoints on storage are fetched ahead by the cache policy.
         if self._inputs.job.overlap and number - 1 in self._stored and not self._checkpoints:
             self._fetch_checkpoint(number - 1, name)
 
@@ -325,7 +329,7 @@ class Simulator:
         if leaves:
             ready = self._channels.download(name, Category.GRADIENT, ready, shard, inputs.whole_bytes(name))
         self._gradients_at = max(self._gradients_at, ready)
-        # The engine takes a gradient from the device before it goes on.
+        # The engine copies a gradient from the device before backward goes on.
         if not inputs.job.overlap or (leaves and inputs.job.placement is HomeRule.ENGINE):
             self._wait(ready, name)
         if self._early:
@@ -338,7 +342,7 @@ class Simulator:
             self._host.change(chunk.gradient, ready)
 
     def _make_room(self, num_bytes: int, name: str) -> None:
-        """Wait until what is set aside has room for one more gradient."""
+        """Wait until the memory set aside for gradients has room for one more."""
         while self._outstanding and self._outstanding[0][0] <= self._now:
             self._outstanding.popleft()
         while (
@@ -348,7 +352,7 @@ class Simulator:
             self._wait(self._outstanding.popleft()[0], name)
 
     def _update(self, name: str, gradient_ready: float, *, retained: bool) -> float:
-        """Update a unit chunk by chunk, beside the computation; returns when it is done."""
+        """Update a unit chunk by chunk, in parallel with the computation; returns when it is done."""
         inputs, key = self._inputs, self._keys[name]
         on_device = inputs.homes.optimizer.kind is TierKind.DEVICE
         self._host.in_use.add(key)
@@ -385,7 +389,7 @@ class Simulator:
         seconds = moved * inputs.num_devices / inputs.hardware.update_rate
         done = self._channels.update_worker.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
         if device is None:
-            # The same cores compute: at once, or later in between, unless they have to wait anyway.
+            # The cores that compute also update: now, or later unless they wait anyway.
             if ready <= self._now:
                 self._now = max(self._now, done)
             else:
@@ -397,5 +401,5 @@ class Simulator:
 
 
 def simulate(inputs: PlanInputs, trace: Trace | None = None) -> SimulatedStep:
-    """What one steady step of the job takes."""
+    """One steady step of the job."""
     return Simulator(inputs, trace).run()

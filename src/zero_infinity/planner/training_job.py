@@ -25,22 +25,22 @@ PAPER = StateBytes(parameter=2, record=16, gradient=2, update=36)
 
 
 class PartitionMode(enum.StrEnum):
-    """How a parameter is spread over ranks."""
+    """How parameters are partitioned over ranks."""
 
     ALL = "every parameter over all ranks"  # ZeRO-Infinity's: each rank loads a part, then all-gather
     OWNER = "every parameter on one rank"  # ZeRO-Offload's: its owner loads all of it, then broadcast
 
 
 class HomeRule(enum.StrEnum):
-    """Who decides where states live."""
+    """The rule by which states are placed on tiers."""
 
     ENGINE = "engine"  # all states on the slowest tier in use; faster tiers are caches of it
-    PAPER = "paper"  # ZeRO-Infinity's section 7.1: each kind on the fastest tier with room (`plan.homes`)
+    PAPER = "paper"  # ZeRO-Infinity's section 7.1: each kind on the fastest tier with room (`home_tiers`)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """One training job. `batch` is sequences a device in one step; a mean over devices may be a fraction."""
+    """One training job. `batch`: sequences per device and step; may be a fraction, as a mean over devices."""
 
     batch: float
     num_nodes: int = 1

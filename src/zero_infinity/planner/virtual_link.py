@@ -1,7 +1,7 @@
-"""What transfers and computations queue at: links on a virtual clock, first come, first served. Pure.
+"""Links on a virtual clock: transfers and computations queue at them, first come, first served. Pure.
 
-All ranks of a data-parallel job do the same at the same time, so one rank is simulated and a link that a node's devices
-share takes what all of them send: its time for one rank's bytes is that of all ranks' bytes.
+All ranks of a data-parallel job do the same thing at the same time, so one rank is simulated; callers give the time
+that a shared link takes for the bytes of all its ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from zero_infinity.trace import Category, Trace
 
 @dataclass(slots=True)
 class VirtualLink:
-    """A resource that does one thing after the other."""
+    """A resource that does one thing at a time."""
 
     name: str
-    latency: float = 0.0  # until the bytes are there; does not keep the link busy
+    latency: float = 0.0  # seconds until the bytes arrive; does not keep the link busy
     cpu_seconds_per_byte: float = 0.0
     free_at: float = 0.0
     busy_seconds: float = 0.0
@@ -25,7 +25,7 @@ class VirtualLink:
     trace: Trace | None = field(default=None, repr=False)
 
     def occupy(self, name: str, category: Category, ready: float, seconds: float, num_bytes: int = 0) -> float:
-        """Take the link for `seconds` as soon as it is free, not before `ready`; returns when that is done."""
+        """Use the link for `seconds` once it is free, not before `ready`; returns when the transfer is done."""
         start = max(ready, self.free_at)
         self.free_at = start + seconds
         self.busy_seconds += seconds

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zero_infinity as zi
-from zero_infinity.policy.memory_budget import Home, MemoryDivision, UnitSize, place
+from zero_infinity.policy.memory_budget import (
+    Home,
+    MemoryDivision,
+    SharedBuffers,
+    UnitSize,
+    copy_lookahead,
+    home_while_building,
+    place,
+    room_while_building,
+    shared_buffers,
+)
 
 MIB = 2**20
 
@@ -140,3 +150,45 @@ def test_a_small_cache_is_mostly_for_what_comes_next() -> None:
     units = [adam(f"layer {number}", 16 * MIB) for number in range(18)]
     found = place(units, 109 * MIB, [], nvme=True)
     assert found.lookahead == int(0.9 * found.cache)
+
+
+def copied(*sizes: int) -> list[UnitSize]:
+    return [UnitSize(str(size), MIB, 0, 0, 0, copied=size) for size in sizes]
+
+
+def test_one_rank_that_copies_nothing_needs_no_buffers() -> None:
+    assert shared_buffers(copied(0, 0), 0, 1024 * MIB, gathered=False, num_ranks=1) == SharedBuffers(0, 0)
+
+
+def test_copies_have_a_share_of_the_memory_or_what_they_need() -> None:
+    def room(memory: int, *, gathered: bool, at_once: int = 8 * MIB) -> int:
+        units = copied(*[8 * MIB] * 16)
+        return shared_buffers(units, at_once, memory, gathered=gathered, num_ranks=1).copies
+
+    assert room(512 * MIB, gathered=False) == 64 * MIB
+    assert room(512 * MIB, gathered=True) == 128 * MIB
+    assert room(4096 * MIB, gathered=True) == 128 * MIB  # all of them
+    assert room(MIB, gathered=True) == 16 * MIB  # the one in use and the next
+    assert room(MIB, gathered=True, at_once=24 * MIB) == 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "bucket"), [(MIB, 64 << 10), (64 * MIB, MIB), (100 * MIB + 1, 1600 << 10), (1 << 40, 4 * MIB)]
+)
+def test_buckets_are_there_twice_and_do_not_grow_with_the_model(memory: int, bucket: int) -> None:
+    found = shared_buffers([adam("layer", 64 * MIB)], 0, memory, gathered=True, num_ranks=2)
+    assert found == SharedBuffers(0, bucket)
+    assert found.total == 2 * bucket
+
+
+def test_copies_are_made_ahead_as_far_as_a_third_of_their_room_allows() -> None:
+    assert copy_lookahead(300 * MIB) == 100 * MIB
+    assert copy_lookahead(0) == 0
+
+
+def test_a_model_that_is_built_keeps_small_units_while_they_are_a_sliver() -> None:
+    assert home_while_building(4096, 0, 512 * MIB, nvme=True) is Home.RAM
+    assert home_while_building(4096, 8 * MIB, 512 * MIB, nvme=True) is Home.NVME
+    assert home_while_building(MIB, 0, 512 * MIB, nvme=True) is Home.NVME
+    assert home_while_building(MIB, 0, 512 * MIB, nvme=False) is Home.RAM
+    assert room_while_building(512 * MIB) == 128 * MIB
