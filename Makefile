@@ -10,7 +10,7 @@ PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench bench-peers numbers clean
+.PHONY: help train test test-all lint docs bench bench-peers numbers clean
 # A target whose recipe failed half-way must not look up to date.
 .DELETE_ON_ERROR:
 
@@ -32,6 +32,12 @@ lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A fresh environment, because the reference pages depend on docstrings and on --help, which Sphinx does not watch.
+docs: $(STAMP) ## build the documentation into build/docs (no network; warnings are errors)
+	$(BIN)/python docs/module_map.py
+	COLUMNS=100 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	@echo "open build/docs/index.html"
+
 bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (5 to 8 minutes; results in bench-out)
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
 	$(BIN)/zero-infinity bench io "$$directory" && \
@@ -45,6 +51,7 @@ bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (
 
 numbers: $(STAMP) ## keep what is in bench-out in docs/results, and write the tables of README.md and docs/numbers.md
 	$(BIN)/python dev/figures.py --take bench-out
+	$(BIN)/python docs/draw_overview.py
 
 clean: ## remove .venv and everything that tools leave behind
 	rm -rf $(VENV) $(PEERS) build dist bench-out .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
@@ -57,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (torch is large; the first time takes minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 # Without isolation here, too: DeepSpeed imports torch while it is built.

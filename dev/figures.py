@@ -34,10 +34,10 @@ def render(text: str, results: dict[str, dict[str, Any]]) -> str:
 
     def region(match: re.Match[str]) -> str:
         name = match[2]
-        source, write = WRITERS[name]
-        if source not in results:
+        sources, write = WRITERS[name]
+        if not all(source in results for source in sources.split()):
             return match[0]
-        return f"{match[1]}{write(results[source]).strip()}\n{match[4]}"
+        return f"{match[1]}{write(*(results[source] for source in sources.split())).strip()}\n{match[4]}"
 
     return _REGION.sub(region, text)
 
@@ -294,15 +294,58 @@ def _headline(result: dict[str, Any]) -> str:
     reference = result["without_a_limit"]
     equal = reference is not None and reference["losses"] == ours["losses"]
     told = "the same losses, bit for bit, as without the limit" if equal else "LOSSES THAT DIFFER from those without"
-    others = [one for number, one in enumerate(result["capacities"]) if number != 1]
-    sizes = [f"{one['largest']['num_parameters'] / 1e6:,.0f}M" if one["largest"] else "none" for one in others]
-    beside = "; ".join(f"{one['name']}: {size}" for one, size in zip(others, sizes, strict=True))
     return (
-        f"Within a real limit of {limit} (a control group), a model of {count / 1e9:.2f}B parameters trains "
-        f"({12 * count / 1e9:.1f} GB of states; {ours['seconds']:.1f} s in its fastest step), with {told}. "
-        f"The largest there of others: {beside}.\n"
+        f"Within {limit} of memory (a cgroup limit), this library trained a model of {count / 1e9:.2f}B parameters, "
+        f"{12 * count / 1e9:.1f} GB of states, in {ours['seconds']:.1f} s a step (the fastest), with {told}.\n"
         f"{_origin(result)}."
     )
+
+
+# System -> its keys in peers.json (states in RAM; states on NVMe), and its names in capacity.json.
+_SYSTEMS = {
+    "plain PyTorch": (("plain",), (), ("plain PyTorch",)),
+    "FSDP2, CPU offload": (("fsdp2",), (), ("FSDP2, CPU offload",)),
+    "DeepSpeed ZeRO-3": (("ds-cpu",), ("ds-params", "ds-pipe"), ("DeepSpeed, all in RAM", "DeepSpeed, all on NVMe")),
+    "zero-infinity": (("fits",), ("1/8",), ("this library",)),
+}
+
+
+def _comparison(peers: dict[str, Any], capacity: dict[str, Any]) -> str:
+    """One row a system, for the README: the contest of the first model with its smallest batch."""
+    first = _network(peers["contests"][0])
+    contest = [one for one in peers["contests"] if _network(one) == first][-1]
+    figures = {one["key"]: one["figures"] for one in _peer_rows(contest) if one["figures"]}
+    lines = {one["key"]: one["changed_lines"] for one in _peer_rows(contest)}
+    largest = {one["name"]: one["largest"]["num_parameters"] for one in capacity["capacities"] if one["largest"]}
+    rows = []
+    for system, (in_ram, on_nvme, names) in _SYSTEMS.items():
+        changed = sorted({lines[key] for key in (*in_ram, *on_nvme) if key in lines})
+        size = max((largest[name] for name in names if name in largest), default=0)
+        rows.append(
+            [
+                system,
+                _fastest(figures, in_ram),
+                _fastest(figures, on_nvme),
+                f"{size / 1e6:,.0f}M" if size else "",
+                " to ".join(dict.fromkeys(str(count) for count in (changed[:1] + changed[-1:]))),
+            ]
+        )
+    headings = ["", "states in RAM: step time, peak memory", "states on NVMe", "largest model", "lines changed"]
+    model = f"{contest['num_parameters'] / 1e6:.0f}M parameters ({_subject(contest)})"
+    return (
+        f"{_table(headings, rows)}\n\n"
+        f"Step time is relative to plain PyTorch, runs interleaved: {model}, float32, AdamW; on NVMe, zero-infinity "
+        f"has 1/8 of the states in RAM. Largest model: within {_size(capacity['limit'])} of memory. {_origin(peers)}."
+    )
+
+
+def _fastest(figures: dict[str, dict[str, Any]], keys: Sequence[str]) -> str:
+    """Step time and peak memory of the fastest of these settings."""
+    found = [figures[key] for key in keys if key in figures]
+    if not found:
+        return "failed" if keys else "no"
+    best = min(found, key=lambda one: one["wall"]["median"])
+    return f"{best['wall']['median']:.2f}, {_size(best['peak_rss'])}"
 
 
 def _growth(result: dict[str, Any]) -> str:
@@ -420,13 +463,15 @@ def _update(result: dict[str, Any]) -> str:
     return f"{_origin(result)}; {told}:\n\n{_table(headings, rows)}"
 
 
-WRITERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+# Region -> the results that it is made of, and its writer.
+WRITERS: dict[str, tuple[str, Callable[..., str]]] = {
     "train": ("train", _train),
     "peers": ("peers", _peers),
     "peers-short": ("peers", _peers_short),
     "peers-quotients": ("peers", _quotients),
     "capacity": ("capacity", _capacity),
     "headline": ("capacity", _headline),
+    "comparison": ("peers capacity", _comparison),
     "growth": ("growth", _growth),
     "ablations": ("ablations", _ablations),
     "plan": ("plan", _plan),

@@ -1,7 +1,7 @@
 """Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.
 
-The public names are looked up on first use (PEP 562), so that `import zero_infinity`, and with it the command
-line's `--help`, costs milliseconds and does not import torch.
+The public names are imported on first use (PEP 562), so that `import zero_infinity` and the command line's `--help`
+take milliseconds and do not import torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what a type checker sees of _HOMES
+if TYPE_CHECKING:  # what a type checker sees instead of _HOMES
     from zero_infinity.api import clip_grad_norm_ as clip_grad_norm_
     from zero_infinity.api import export as export
     from zero_infinity.api import gathered as gathered
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # what a type checker sees of _HOMES
 
 __version__ = "0.1.0"
 
-# Module -> the public names that live in it.
+# Module -> the public names defined in it.
 _EXPORTS = {
     "api": "clip_grad_norm_ export gathered init load load_pretrained prepare save stats synchronize",
     "config": "Config ConfigWarning",
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # the next look-up does not come here
+    globals()[name] = value  # the next access does not call __getattr__
     return value
 
 

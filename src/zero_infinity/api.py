@@ -1,4 +1,7 @@
-"""What a training script calls: the only place that puts the parts together."""
+"""The functions that a training script calls.
+
+Owns argument checks and the wiring of the parts; the work is done by the engine and by `checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +52,31 @@ def prepare(
     group: ProcessGroup | DeviceMesh | None = None,
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
-    """Move the model's states to where `config` says; return the model and the optimizer to train it with.
+    """Move a model's states to the tiers of `config` and return the model and the optimizer to train it with.
 
-    Works in place: `model` is the same object, its parameters are the same objects, and its code is not touched.
-    `group`: the ranks to share the states with, or a device mesh of one dimension; else the default group, if any.
-    `activation_group`: the ranks that compute the same activations (tensor parallel), given likewise; each then keeps a
-    part of the inputs of recomputed blocks.
-    `accelerator` is the one that torch finds, if any; an `EmulatedAccelerator` plays one on the CPU.
+    The model is prepared in place: it stays the same object, with the same parameter objects and unchanged code. Call
+    this once for each model, before the first step.
+
+    Args:
+        model: Any module, built normally or inside `init`.
+        optimizer: A `torch.optim` optimizer over the model's parameters. It must be element-wise: `Adam`, `AdamW`,
+            `SGD` and most others are; `LBFGS`, `SparseAdam`, `Muon` and `Adafactor` are refused.
+        config: The settings; `Config()` if omitted. Must equal the one given to `init`, if the model was built there.
+        accelerator: The device to compute on. Default: the one that torch finds, if any. An `EmulatedAccelerator`
+            emulates one on the CPU.
+        group: The ranks that share the states, as a process group or a one-dimensional device mesh. Default: the
+            default process group, if it is initialized; otherwise one rank.
+        activation_group: The ranks that compute identical activations (the tensor-parallel group). Each then keeps a
+            part of the inputs of recomputed blocks.
+
+    Returns:
+        The same model, and an optimizer that is a `torch.optim.Optimizer` and shares its `param_groups` with the given
+        one, so learning-rate schedulers work with either. Step with the returned one. A backward inside its `no_sync()`
+        context only accumulates gradients. Its `grad_norm` is the norm of the last step if `max_grad_norm` is set.
+
+    Raises:
+        CapacityError: The model cannot be trained within the budget. The message names the least `memory`.
+        UsageError: The model is already prepared, or the optimizer is not element-wise.
     """
     return prepare_with(
         DEFAULT_PARTS,
@@ -98,10 +119,13 @@ def prepare_with(
 def init(
     config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None
 ) -> AbstractContextManager[None]:
-    """Inside, models are built with their parameters on the tiers of `config`: they never exist whole in memory.
+    """Build models inside this context with their parameters on the tiers of `config`, never whole in memory.
 
-    Values are those of a plain construction with the same seed. Give the same config to `prepare` afterwards.
-    Of the ranks of `group` (or of the default group) each keeps its part; all have to seed alike.
+    Parameter values are the same as without it for the same seed. Not needed for models that fit in memory.
+
+    Args:
+        config: Give the same config to `prepare` afterwards.
+        group: The ranks that share the states; each keeps its shard. All ranks must use the same seed.
     """
     return init_with(DEFAULT_PARTS, config, group=group)
 
@@ -128,9 +152,12 @@ def init_with(
 
 @contextmanager
 def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, these parameters have their values in memory; what is changed is kept.
+    """Hold the full values of these parameters in memory inside this context; edits are kept.
 
-    With `update="after_backward"` their accumulated gradients are there as `.grad` between backward and step.
+    With `update="after_backward"`, their accumulated gradients are available as `.grad` between backward and step.
+
+    Args:
+        parameters: A parameter, several, or a module (all of its parameters). They must fit in `memory` together.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -148,9 +175,17 @@ def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> I
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for prepared models: between backward and step, with update="after_backward".
+    """Clip the gradient norm of a prepared model, like `torch.nn.utils.clip_grad_norm_`.
 
-    Returns the norm before clipping. `max_grad_norm` in the config does the same without a call.
+    Call it between backward and step; needs `update="after_backward"`. `Config(max_grad_norm=...)` does the same
+    without a call.
+
+    Args:
+        parameters: Parameters of one prepared model.
+        max_norm: The largest norm allowed, over all ranks.
+
+    Returns:
+        The norm before clipping.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     engines = {store_of(known).training for p in listed if (known := managed(p)) is not None}
@@ -173,15 +208,25 @@ def save(
     background: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Save a prepared model between two steps, as a new checkpoint in the directory `path`; returns its folder.
+    """Save a prepared model as a new checkpoint in the directory `path`.
 
-    With the optimizer: its states and settings, the number of steps, the loss scale and the random states, for training
-    to go on exactly. `extra`: what else it needs: numbers, texts, lists, dicts, small tensors, and objects with a
-    `state_dict` (schedulers, data loaders). `keep`: remove all but the newest so many checkpoints in `path` afterwards.
-    `background`: return as soon as this moment is kept, and write it while training goes on; `zi.synchronize`, the next
-    save or load, and the end of the process wait for it, and raise what went wrong (the end only warns).
-    `progress`: called with the bytes that this rank has written so far and all that it will write, by any thread.
-    On several ranks: all of them call it, with a path that all of them see.
+    Call it between two steps. On several ranks all of them call it, with a path on a file system that all of them see.
+
+    Args:
+        path: The directory of checkpoints. Each call adds one and points `latest` at it.
+        model: A prepared model.
+        optimizer: If given, its states and settings, the step count, the loss scale and the random states are saved
+            too, so that training resumes exactly.
+        extra: Anything else to restore: numbers, strings, lists, dicts, tensors up to 64 MiB, and objects with a
+            `state_dict` (schedulers, data loaders).
+        keep: Remove all but the newest `keep` checkpoints in `path` afterwards.
+        background: Return as soon as the state is captured, and write it while training continues. `synchronize`, the
+            next save or load, and the end of the process wait for it. An error is raised by the first of these; the end
+            of the process can only warn.
+        progress: Called as `progress(bytes_written, bytes_total)` for this rank, from any thread.
+
+    Returns:
+        The folder of the new checkpoint.
     """
     engine = _engine_of_both(model, optimizer)
     saving = CheckpointSave(model, engine, with_optimizer=optimizer is not None)
@@ -197,11 +242,24 @@ def load(
     strict: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Load the checkpoint `path`, or the latest one in it, into a prepared model; returns what was saved as `extra`.
+    """Load a checkpoint into a prepared model.
 
-    Ranks, stage, memory, drives and dtypes may be others than when it was saved. Objects in `extra` that have a
-    `load_state_dict` get their states. Without the optimizer only parameters and buffers are loaded. `progress` as in
-    `zi.save`.
+    The number of ranks, stage, memory, drives and dtypes may differ from those of the run that saved it.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints (its latest is loaded).
+        model: A prepared model.
+        optimizer: If omitted, only parameters and buffers are loaded.
+        extra: Objects with a `load_state_dict`, by the names under which they were saved; their states are restored.
+        strict: If false, skip what the model or the checkpoint lacks. Otherwise every mismatch is reported in one
+            error before anything changes.
+        progress: Called as `progress(bytes_read, bytes_total)` for this rank, from any thread.
+
+    Returns:
+        What was saved as `extra` by this rank.
+
+    Raises:
+        CheckpointError: No checkpoint is there, it is damaged, or it does not fit the model.
     """
     engine = _engine_of_both(model, optimizer)
     loading = CheckpointLoad(model, engine, with_optimizer=optimizer is not None, strict=strict)
@@ -211,11 +269,17 @@ def load(
 def load_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, progress: Progress | None = None
 ) -> None:
-    """Load the weights of a safetensors file, or of a Hugging Face folder, into a model of `zi.init` or `zi.prepare`.
+    """Stream safetensors weights into a model that was prepared or built inside `init`.
 
-    They are never whole in memory: each rank reads what it keeps, in the dtype that it keeps. Names and fused weights
-    are converted as `from_pretrained` of transformers does. Master copies are set, the optimizer's states stay as they
-    are. Inside of `zi.init`, too, once the model is made. `progress` as in `zi.save`.
+    The weights are never whole in memory: each rank reads its shard, in the dtype that it stores. Names and fused
+    weights are converted as `from_pretrained` of transformers does. Master weights are set; optimizer states are not
+    touched. May be called inside `init`, once the model is built.
+
+    Args:
+        model: A prepared model, or one built inside `init`.
+        path: A Hugging Face folder, one safetensors file, or the index of several.
+        strict: If false, skip what the model or the file lacks.
+        progress: Called as `progress(bytes_read, bytes_total)` for this rank, from any thread.
     """
     hosts = _stores(model)
     if len(hosts) != 1:
@@ -235,11 +299,16 @@ def export(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a prepared model's weights to a new folder, as `from_pretrained` of transformers reads them.
+    """Write a prepared model's weights as safetensors files that `from_pretrained` of transformers reads.
 
-    Safetensors files, with the config of a Hugging Face model. `dtype`: of floating-point weights; else they are
-    written with all the bits that there are. On several ranks: all of them call it. `progress` as in `zi.save`, for
-    what this rank puts aside; and once more, from 0, on the first rank, which makes the files out of it.
+    On several ranks all of them call it. The config of a Hugging Face model is written too.
+
+    Args:
+        directory: A folder that does not exist or is empty.
+        model: A prepared model.
+        dtype: Of floating-point weights. Default: full precision, the master weights where there are any.
+        progress: Called as `progress(bytes_written, bytes_total)` for this rank's temporary files, and then again from
+            zero on the first rank, which writes the final files.
     """
     WeightExport(model, engine_of(model)).write(Path(directory), dtype, progress)
 
@@ -255,12 +324,10 @@ def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> Tr
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until every update that was submitted is done and no byte is on its way, a save in the background included.
+    """Wait for all pending updates and transfers, background saves included, and raise their errors.
 
-    Raises what went wrong.
-
-    Nothing needs it to be right: whoever reads a parameter waits for its update. It is for measuring, and for the end
-    of a run. When the config has a `trace`, its file is written, too.
+    Correctness never needs it, because reading a parameter waits for its update. Call it before measuring time and at
+    the end of a run on several ranks. Writes the file of `Config(trace=...)`.
     """
     engine = engine_of(model)
     engine.settle()
@@ -269,20 +336,20 @@ def synchronize(model: nn.Module) -> None:
 
 
 def stats(model: nn.Module) -> Stats:
-    """What the engine of a prepared model holds and has done so far."""
+    """Return what a prepared model holds and has done so far."""
     return engine_of(model).stats()
 
 
 def close(model: nn.Module) -> None:
-    """Give a prepared model's memory, files and connections back now, and not when it is collected. Its values go.
+    """Free a prepared model's memory, files and connections now, instead of when it is collected. Its values are lost.
 
-    On several ranks: on all of them, after `synchronize`.
+    On several ranks call it on all of them, after `synchronize`.
     """
     engine_of(model).host.close()
 
 
 def engine_of(model: nn.Module) -> TrainingEngine:
-    """The engine of a prepared model."""
+    """Return the engine of a prepared model."""
     for host in _stores(model):
         if isinstance(host.training, TrainingEngine):
             return host.training

@@ -1,8 +1,8 @@
-"""`Config`: everything that a user can set, checked and normalised on construction.
+"""`Config`: all settings, checked and normalised on construction.
 
-Owns the settings, their defaults, their text form (JSON, TOML) and the messages about them. It imports no torch:
-dtypes are names. It does not know how the engine uses a setting, and it creates no file; it only looks at paths,
-so that a mistake shows before anything is built or moved.
+Owns the settings, their defaults, their text form (JSON, TOML) and their error messages. It does not import torch:
+dtypes are names. It does not know how the engine uses a setting. It creates no file and only checks paths, so that
+invalid settings fail before any data moves.
 """
 
 from __future__ import annotations
@@ -29,42 +29,50 @@ OffloadActivations: TypeAlias = Literal[False, True, "all", "arena"]
 Partition: TypeAlias = Literal["spread", "owner"]
 PathLike: TypeAlias = str | os.PathLike[str]
 
-# Of the memory that is available. The engine's budget does not cover activations, the data loader, Python and
-# torch themselves (about 0.3 GiB) or what the allocator keeps: they live in the rest.
+# Share of the available memory. The rest is for what the budget does not cover: activations, the data loader, Python
+# and torch themselves (about 0.3 GiB) and memory that the allocator keeps.
 MEASURED_FRACTION = 0.7
 
 
 class ConfigWarning(UserWarning):
-    """A setting that can be meant, but probably is not."""
+    """A setting is valid but probably a mistake."""
 
 
-# The constructor is written out, so that it takes what people write ("4GiB", one path or several, a torch.dtype)
-# while the fields have the one type that they are normalised to.
+# The constructor is written out because it accepts more types ("4GiB", one path or several, a torch.dtype) than the
+# normalised fields have.
 @dataclass(frozen=True, slots=True, init=False)
 class Config:
-    """The settings of one prepared model. Immutable; `replace` makes a changed copy.
+    """The settings of one prepared model. Immutable; `replace` returns a changed copy.
 
-    memory: host RAM that the engine may hold, per rank: "4GiB" or bytes. None: see `memory_budget`.
-    device_memory: accelerator bytes for parameters. None: measured when the model is prepared.
-    nvme: directory on the drive to use as the slowest tier, or several to stripe over. None: RAM only.
-    stage: what is split over ranks. 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
-    param_dtype: how parameters are stored and sent; None keeps the model's own. Likewise compute_dtype,
-        reduce_dtype (gradients between ranks) and optim_dtype (master weights and optimizer states).
-    gradient_accumulation_steps: backward passes per update.
-    max_grad_norm: clip the global gradient norm to this. None: no clipping.
-    update: "auto" updates a parameter while backward goes on; "after_backward" keeps gradients until step().
-    checkpoint_activations: True keeps only the inputs of a model's repeated blocks and computes the rest again in
-        backward; k does so for every k-th block, beginning with the first (the others keep everything).
-    checkpoint_modules: the blocks' class or class name, or several; empty: found by themselves. See docs.
-    offload_activations: True keeps the inputs of those blocks on the same tiers and in the same budget as everything
-        else; "all": every saved tensor of 64 KiB or more that is no parameter's, also without checkpoints; "arena": the
-        inputs of those blocks, in one piece of memory where they are computed, outside of the budget.
-    tile_above: a linear layer or embedding whose weight, with its gradient, takes more than this is used in tiles that
-        do not, one at a time. None: only when the model does not fit otherwise, and then an eighth of the memory.
-    partition: how stages 1 to 3 split a layer over ranks: "spread" gives each rank an equal part of it; "owner" gives
-        it to one rank, which sends it to the others (ZeRO-Offload's way: slower, to compare with).
-    verify: checksum every block that comes back from the drive.
-    trace: file to write a timeline of fetches, computation and write-backs to (one for each rank).
+    Args:
+        memory: Host RAM that the engine may hold, for each rank: `"4GiB"`, or bytes. Default: see `memory_budget`.
+        device_memory: Accelerator memory for parameters. Default: measured when the model is prepared.
+        nvme: A directory on the drive to use as the slowest tier, or several directories to stripe over. Default: RAM
+            only.
+        stage: What is sharded over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        param_dtype: How parameters are stored and sent: `"float32"`, `"bfloat16"`, `"float16"` or the torch dtype.
+            Default: the model's own.
+        compute_dtype: What modules compute in. Default: the model's own; with a 16-bit `param_dtype`, that dtype if the
+            machine multiplies matrices in it at least half as fast as in float32 (measured).
+        reduce_dtype: What gradients are sent in between ranks; they are summed in float32. Default: the gradient's own.
+        optim_dtype: What master weights and optimizer states are kept in. Default: float32 if parameters are stored in
+            16 bits, otherwise the stored dtype.
+        gradient_accumulation_steps: Backward passes for each update.
+        max_grad_norm: Clip the global gradient norm to this. Default: no clipping.
+        update: `"auto"` updates a parameter during backward as soon as its gradient is complete; `"after_backward"`
+            keeps gradients until `step()`.
+        checkpoint_activations: `True` keeps only the inputs of the model's repeated blocks and recomputes the rest in
+            backward; an integer k does so for every k-th block, starting with the first.
+        checkpoint_modules: The class of these blocks, or its name, or several. Default: found automatically.
+        offload_activations: `True` stores the inputs of recomputed blocks on the tiers, within the budget; `"all"`
+            stores every saved tensor of 64 KiB or more that is not a parameter, with or without recomputation;
+            `"arena"` stores the inputs in one contiguous buffer on the compute device, outside the budget.
+        tile_above: Use a linear layer or embedding in tiles, one at a time, if its weight and gradient together exceed
+            this size. Default: only if the model does not fit otherwise, and then an eighth of `memory`.
+        partition: How stages 1 to 3 shard a layer: `"spread"` gives each rank an equal part; `"owner"` gives whole
+            layers to one rank each (as ZeRO-Offload does; slower, for comparison).
+        verify: Check a checksum of every block that is read back from a drive.
+        trace: A file to write a timeline of the run to, one for each rank.
     """
 
     memory: int | None
@@ -145,27 +153,27 @@ class Config:
             object.__setattr__(self, name, value)  # frozen: the only place that sets
 
     def memory_budget(self, num_ranks: int = 1) -> int:
-        """Bytes of host RAM that one of `num_ranks` engines on this machine may hold.
+        """Return the bytes of host RAM that one of `num_ranks` engines on this machine may hold.
 
-        `memory` where it is set. Otherwise 70% of what the machine, or the container's limit, has available at
-        this moment, shared by the ranks: so ask once, when the model is prepared, and keep the answer.
+        This is `memory` if set. Otherwise it is 70% of the memory available now, or left under the container's limit,
+        divided by the ranks. The result changes over time: the engine asks once, when the model is prepared.
         """
         if self.memory is not None:
             return self.memory
         return int(host_memory().available * MEASURED_FRACTION) // num_ranks
 
     def replace(self, **changes: object) -> Self:
-        """A copy with some settings changed, checked like a new one."""
+        """Return a copy with some settings changed, checked like a new one."""
         return self.from_dict({name: getattr(self, name) for name in _field_names()} | changes)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
-        """From a mapping such as `to_dict` makes; what is absent has its default."""
+        """Make a Config from a mapping such as `to_dict` returns; missing settings have their defaults."""
         return cls(**settings)  # type: ignore[arg-type]  # every value is checked by the constructor
 
     @classmethod
     def from_file(cls, path: PathLike) -> Self:
-        """From a .json or .toml file. Paths in it are relative to the working directory, like anywhere else."""
+        """Read a .json or .toml file. Relative paths in it are relative to the working directory."""
         settings = _read_settings(Path(path))
         try:
             return cls.from_dict(settings)
@@ -173,14 +181,15 @@ class Config:
             raise ConfigError(f"{os.fspath(path)}: {error}") from None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values (numbers, strings, lists, None), which `from_dict` takes back to an equal Config."""
+        """Return plain values (numbers, strings, lists, None), which `from_dict` turns into an equal Config."""
         return {name: _plain(getattr(self, name)) for name in _field_names()}
 
     def to_json(self) -> str:
+        """Return the settings as JSON, for `from_file`."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_toml(self) -> str:
-        """TOML has no null: a setting that is None is left out, which means the same."""
+        """Return the settings as TOML, for `from_file`. Settings that are None are left out."""
         # A JSON scalar or list of strings is TOML too, except that TOML wants DEL escaped.
         lines = (
             f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
@@ -232,7 +241,7 @@ def _memory(field: str, value: object) -> int | None:
 
 
 def _path(field: str, value: object) -> Path:
-    """Absolute, so that a later chdir does not change what it means."""
+    """Return an absolute path, so that a later chdir does not change its meaning."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise _wrong(field, value, "a path")
     return Path(value).expanduser().absolute()
@@ -272,7 +281,7 @@ def _output_file(field: str, value: object) -> Path | None:
 
 
 def _choice(field: str, value: object, choices: tuple[object, ...]) -> object:
-    # By type too, because True == 1 and a stage of 1.0 is a slip.
+    # Compare the type too, because True == 1 and stage=1.0 is a mistake.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise _wrong(field, value, ", ".join(repr(choice) for choice in choices))
     return value

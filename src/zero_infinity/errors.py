@@ -1,22 +1,22 @@
 """Every exception that this package raises on purpose.
 
     ZeroInfinityError
-    ├── ConfigError            a setting that cannot be meant (also a ValueError)
+    ├── ConfigError            invalid setting (also a ValueError)
     ├── CapacityError          something does not fit in a byte budget (also a MemoryError)
-    ├── StorageError           a disk or a file refused (also an OSError: errno and filename are set)
+    ├── StorageError           a drive or a file failed (also an OSError: errno and filename are set)
     │   ├── SwapSpaceError     swap space could not be created or reserved
     │   ├── TransferError      a read or a write failed, with path, offset and length
-    │   └── CorruptionError    a block came back with other bytes than were written
-    ├── CheckpointError        a checkpoint cannot be read, or is not one of this model's (also a ValueError)
-    ├── EngineClosedError      the I/O engine was closed, or failed earlier
-    ├── RankError              ranks cannot go on together (also a RuntimeError)
-    │   ├── DivergenceError    ranks want different things: who wants what
+    │   └── CorruptionError    a block was read back with other bytes than were written
+    ├── CheckpointError        a checkpoint cannot be read, or does not fit the model (also a ValueError)
+    ├── EngineClosedError      the I/O engine was closed, or failed earlier (also a RuntimeError)
+    ├── RankError              ranks cannot continue together (also a RuntimeError)
+    │   ├── DivergenceError    ranks diverged: mismatched collectives
     │   ├── LostRankError      a rank is gone, or did not answer in time
     │   └── StuckThreadError   an exchange with other ranks does not end
-    ├── UsageError             a call that the engine cannot honour, with what to do instead (also a RuntimeError)
-    └── TornStepError          a step was interrupted half-way; some parameters are updated and some are not
+    └── UsageError             a call that the engine cannot honour (also a RuntimeError)
+        └── TornStepError      a step was interrupted half-way: only some parameters are updated
 
-A message names the thing, both numbers with their units, and the setting that mends it.
+A message names the parameter, path or rank, both numbers with units, and the setting that fixes it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class ZeroInfinityError(Exception):
 
 
 class ConfigError(ZeroInfinityError, ValueError):
-    """A setting that cannot be meant."""
+    """A setting or a command-line argument is invalid. Also a `ValueError`."""
 
 
 class CapacityError(ZeroInfinityError, MemoryError):
-    """Something does not fit in a byte budget."""
+    """Something does not fit in a byte budget. Also a `MemoryError`; the message names the budget that is enough."""
 
 
 class StorageError(ZeroInfinityError, OSError):
-    """A disk or a file refused."""
+    """A drive or a file failed. Also an `OSError`: `errno` and `filename` are set."""
 
     def __str__(self) -> str:
         # OSError's own text would put the errno before the message and the path, which it names already, after it.
@@ -49,31 +49,31 @@ class SwapSpaceError(StorageError):
 
 
 class TransferError(StorageError):
-    """A read or a write failed."""
+    """A read or a write failed. The message has the path, offset and length."""
 
 
 class CorruptionError(StorageError):
-    """A block came back with other bytes than were written."""
+    """A block was read back with other bytes than were written; found with `Config(verify=True)`."""
 
 
 class CheckpointError(ZeroInfinityError, ValueError):
-    """A checkpoint, or a file of weights, cannot be read, or is not one of this model's."""
+    """A checkpoint or a file of weights cannot be read, or does not fit the model. Also a `ValueError`."""
 
 
 class EngineClosedError(ZeroInfinityError, RuntimeError):
-    """The I/O engine was closed, or failed earlier."""
+    """The I/O engine was closed, or failed earlier. Also a `RuntimeError`."""
 
 
 class RankError(ZeroInfinityError, RuntimeError):
-    """Ranks cannot go on together."""
+    """Ranks cannot continue together. Also a `RuntimeError`."""
 
-    failed_rank: int | None = None  # the one that failed and said why, where it is another one
+    failed_rank: int | None = None  # set if another rank failed and reported why
 
 
 class DivergenceError(RankError):
-    """Ranks want different things."""
+    """Ranks diverged: mismatched collectives. The message says what each rank wants."""
 
-    wanted: tuple[int, ...] = ()  # what, by rank
+    wanted: tuple[int, ...] = ()  # what each rank wants, by rank
 
 
 class LostRankError(RankError):
@@ -81,21 +81,23 @@ class LostRankError(RankError):
 
 
 class StuckThreadError(RankError):
-    """An exchange with other ranks does not end: the memory that it may write to cannot be given back."""
+    """An exchange with other ranks does not end, so the memory that it may write to cannot be freed."""
 
 
 class UsageError(ZeroInfinityError, RuntimeError):
-    """A call that the engine cannot honour, with what to do instead."""
+    """A call that the engine cannot honour. Also a `RuntimeError`; the message says what to do instead."""
 
 
 class TornStepError(UsageError):
-    """A step was interrupted half-way: some parameters are updated and some are not."""
+    """A step was interrupted half-way: only some parameters are updated. Reload a checkpoint."""
 
 
 def again(error: BaseException) -> BaseException:
-    """An error to raise in the place of one that is kept: raising the kept one would give it frames, which hold all
-    that they refer to for as long as it is kept."""
+    """Return a copy to raise in place of a stored error.
+
+    Raising the stored one would attach frames to it, which keep everything they refer to alive as long as it is stored.
+    """
     try:
         return copy.copy(error)
-    except Exception:  # noqa: BLE001 - an exception class of somebody else's that cannot be copied
+    except Exception:  # noqa: BLE001 - a foreign exception class that cannot be copied
         return EngineClosedError(repr(error))

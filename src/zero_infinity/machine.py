@@ -1,20 +1,20 @@
-"""How much memory this machine, or the container that we run in, has.
+"""Measure the memory of this machine, or of the container that the process runs in.
 
-Owns the look-up in /proc and in the cgroup file systems. It does not know what the number is used for, and it
-imports no torch.
+Owns the look-up in /proc and in the cgroup file systems. It does not know what the number is used for, and does not
+import torch.
 
-Facts about Linux that decide the code:
+Facts about Linux behind the code:
 
-- In a container /proc/meminfo still shows the whole machine; only the cgroup knows the limit, and the kernel
-  kills what goes past it. So the smaller of the two is the memory that there is.
-- A limit set on any ancestor binds too, and `memory.max` of the leaf often says "max". So every level from our
-  own cgroup up to the mount point is read.
-- In cgroup v1 each controller has its own mount and "no limit" is a number close to 2**63. In v2 there is one
-  mount, "no limit" is the word "max", and the root has no such file at all. Hybrid systems have both; the memory
-  controller is in exactly one of them.
-- /proc/self/cgroup gives the path as seen from the cgroup namespace, while a bind-mounted hierarchy (Docker
-  without a private namespace) shows only a part of the tree: mountinfo's "root" field says which.
-- Usage counts the page cache. What is inactive there is given back without swapping, hence counts as available.
+- In a container /proc/meminfo still shows the whole machine. Only the cgroup knows the limit, and the kernel kills
+  processes that exceed it. So the smaller of the two counts.
+- Limits of all ancestors apply, and `memory.max` of the leaf is often "max". So every level from the process's own
+  cgroup up to the mount point is read.
+- In cgroup v1 each controller has its own mount, and "no limit" is a number close to 2**63. In v2 there is one mount,
+  "no limit" is the word "max", and the root has no such file. Hybrid systems have both; the memory controller is in
+  exactly one of them.
+- /proc/self/cgroup gives the path as seen from the cgroup namespace, but a bind-mounted hierarchy (Docker without a
+  private namespace) shows only part of the tree: the "root" field in mountinfo says which.
+- Usage includes the page cache. Its inactive part is freed without swapping, so it counts as available.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of host memory, as of one moment."""
+    """Bytes of host memory at one moment."""
 
     physical: int  # RAM of the machine
-    limit: int | None  # the tightest cgroup limit, or None; never more than `physical`
-    available: int  # what can be allocated now without swapping and without meeting the limit
+    limit: int | None  # the lowest cgroup limit, or None; at most `physical`
+    available: int  # what can be allocated now without swapping or reaching the limit
 
     @property
     def total(self) -> int:
-        """What there is for us: the machine's RAM, or the container's limit where that is less."""
+        """The machine's RAM, or the container's limit if that is less."""
         return self.physical if self.limit is None else self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class _Controller:
-    """The names under which one version of the cgroup memory controller keeps its numbers."""
+    """File and key names of one version of the cgroup memory controller."""
 
     limits: tuple[str, ...]
     usage: str
@@ -50,23 +50,23 @@ class _Controller:
 
 
 _V1 = _Controller(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-# Past memory.high nothing is killed, but every allocation is throttled to a crawl: a limit for our purposes.
+# Above memory.high nothing is killed, but every allocation is throttled severely: treated as a limit.
 _V2 = _Controller(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Measure now. `root` is where proc/ and sys/ are looked for: tests give a made-up tree."""
+    """Measure now. `root` is the directory that holds proc/ and sys/; tests pass a fake one."""
     physical, available = _meminfo(root)
     limit: int | None = None
     for level_limit, level_available in _cgroup_levels(root):
-        if level_limit < physical:  # "no limit" in v1, or a limit that the machine cannot reach
+        if level_limit < physical:  # excludes "no limit" of v1 and limits above the RAM
             limit = level_limit if limit is None else min(limit, level_limit)
             available = min(available, level_available)
     return HostMemory(physical, limit, max(available, 0))
 
 
 def _meminfo(root: Path) -> tuple[int, int]:
-    """Total and available bytes of RAM."""
+    """Return total and available bytes of RAM."""
     text = _read(root / "proc/meminfo")
     kibibytes = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     if "MemTotal" not in kibibytes:  # not Linux, or /proc is hidden
@@ -77,7 +77,7 @@ def _meminfo(root: Path) -> tuple[int, int]:
 
 
 def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and available bytes of every cgroup level that has a limit, from our own up."""
+    """Yield limit and available bytes of every cgroup level that has a limit, from the process's own up."""
     for controller, mount_point, directory in _memory_hierarchies(root):
         for level in (directory, *directory.parents):
             limits = [int(text) for name in controller.limits if (text := _read(level / name).strip()).isdigit()]
@@ -88,14 +88,14 @@ def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _busy_bytes(level: Path, controller: _Controller) -> int:
-    """Bytes charged to a cgroup that cannot be given back at once."""
+    """Return the bytes charged to a cgroup that cannot be freed at once."""
     usage = _read(level / controller.usage).strip()
     reclaimable = re.search(rf"^{controller.reclaimable} (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
     return (int(usage) if usage.isdigit() else 0) - (int(reclaimable[1]) if reclaimable else 0)
 
 
 def _memory_hierarchies(root: Path) -> Iterator[tuple[_Controller, Path, Path]]:
-    """For each mounted hierarchy that may hold the memory controller: mount point and our directory in it."""
+    """Yield each mounted hierarchy that may hold the memory controller: its mount point and the process's directory."""
     paths = _own_cgroups(root)
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
@@ -114,7 +114,7 @@ def _memory_hierarchies(root: Path) -> Iterator[tuple[_Controller, Path, Path]]:
 
 
 def _own_cgroups(root: Path) -> dict[str, str]:
-    """Our path per controller; the key of the v2 hierarchy is ""."""
+    """Return the process's path for each controller; the key of the v2 hierarchy is ""."""
     paths: dict[str, str] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -125,12 +125,12 @@ def _own_cgroups(root: Path) -> dict[str, str]:
 
 
 def _below(path: str, mounted_root: str) -> PurePosixPath:
-    """`path` relative to the part of the tree that is mounted; the top where it lies outside."""
+    """Return `path` relative to the mounted part of the tree, or the top if it lies outside."""
     try:
         relative = PurePosixPath(path).relative_to(mounted_root)
     except ValueError:
         return PurePosixPath()
-    # A path like /../sibling is how the kernel shows a cgroup outside of our namespace: nothing to walk there.
+    # The kernel shows a cgroup outside of the namespace as /../sibling: there is nothing to walk there.
     return PurePosixPath() if ".." in relative.parts else relative
 
 
@@ -140,7 +140,7 @@ def _unescape(field: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """The file's text, or "" where it does not exist or may not be read: every source here is optional."""
+    """Return the file's text, or "" if it is missing or unreadable: every source here is optional."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

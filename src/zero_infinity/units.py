@@ -1,7 +1,7 @@
-"""Sizes, counts, rates and durations, as people write them and as tables show them.
+"""Parse and format sizes, counts, rates and durations.
 
-Owns the text form of numbers, both ways. It does not know which setting a number belongs to: `Config` adds
-the field's name to the error. Parsing is exact (fractions, never floats), so "1.5 GB" is 1,500,000,000 bytes.
+Owns the text form of numbers. It does not know which setting a number belongs to: `Config` adds the field's name to
+the error. Parsing uses fractions, not floats, so "1.5 GB" is exactly 1,500,000,000 bytes.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _COUNT_ACCEPTED = 'an integer, or text such as "125000000", "350M" or "1.3B"'
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in "2GiB", "1.5 GB", "4096" or 4096; a part of a byte is rounded down.
+    """Return the bytes in "2GiB", "1.5 GB", "4096" or 4096, rounded down.
 
-    KiB, MiB, GiB, ... are powers of 1024 and kB, MB, GB, ... powers of 1000, whatever their case. "2G" could be
-    either, so it is an error.
+    KiB, MiB, GiB, ... are powers of 1024; kB, MB, GB, ... are powers of 1000. Case does not matter. "2G" is ambiguous
+    and raises a `ConfigError`.
     """
     return _parse(text, _BYTE_UNITS, noun="size", accepted=_BYTES_ACCEPTED)
 
 
 def parse_count(text: str | int) -> int:
-    """Things (parameters, tokens) in "1.3B", "350M", "12K" or a plain number."""
+    """Return the count (of parameters, tokens) in "1.3B", "350M", "12K" or a plain number."""
     return _parse(text, _COUNT_UNITS, noun="count", accepted=_COUNT_ACCEPTED)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """'512 B', '1,000.8 MiB', '4.0 GiB': one decimal, in the largest unit that the number reaches."""
+    """Format bytes as '512 B', '1,000.8 MiB' or '4.0 GiB': one decimal, in the largest unit reached."""
     if num_bytes < 0:
         return "-" + format_bytes(-num_bytes)
     if num_bytes < 1024:
@@ -60,7 +60,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """'1.3B', '25M', '124.4M': without a decimal where the number is exactly that, so "25.0M" means about 25M."""
+    """Format a count as '1.3B', '25M' or '124.4M'. No decimal means exact: '25.0M' is about 25M."""
     if count < 0:
         return "-" + format_count(-count)
     if count < 1000:
@@ -74,7 +74,7 @@ def format_count(count: int) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """'2.1 GB/s': powers of 1000, as drives and links are sold."""
+    """Format a rate as '2.1 GB/s', in powers of 1000, as drives and links are specified."""
     rate = float(bytes_per_second)
     for name in _DECIMAL_NAMES:
         if abs(rate) < 999.95 or name == _DECIMAL_NAMES[-1]:
@@ -84,7 +84,7 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """'350 µs', '12.3 ms', '4.20 s', '2 m 05 s', '1 h 02 m', '3 d 04 h'."""
+    """Format a duration as '350 µs', '12.3 ms', '4.20 s', '2 m 05 s', '1 h 02 m' or '3 d 04 h'."""
     if seconds < 0:
         return "-" + format_seconds(-seconds)
     # Each limit is where rounding would show the next unit's first value.
@@ -111,7 +111,7 @@ def _format_long(seconds: int) -> str:
 
 
 def _parse(text: str | int, units: dict[str, int], *, noun: str, accepted: str) -> int:
-    """The whole number that `text` means, or a ConfigError that says what is accepted."""
+    """Return the whole number in `text`, or raise a ConfigError that says what is accepted."""
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise ConfigError(f"{text!r} is not a {noun}; accepted: {accepted}")
     if isinstance(text, int):
@@ -138,11 +138,11 @@ def _unit_hint(number: str, unit: str, units: dict[str, int]) -> str:
 
 
 def _rounded_tenths(value: int, unit: int) -> int:
-    """Tenths of `unit` in `value`, half up; in integers, so that no float error shows in the last digit."""
+    """Return `value` in tenths of `unit`, rounded half up with integers, so that the last digit is exact."""
     return (value * 10 + unit // 2) // unit
 
 
 def suggest_bytes(num_bytes: int) -> str:
-    """The next round size that is enough, as a user would write it in a setting: '"12MiB"'."""
+    """Round a size up and write it as a user would in a setting: '"12MiB"'."""
     mebibytes = -(-num_bytes // 2**20)
     return f'"{-(-mebibytes // 102) / 10:.1f}GiB"' if mebibytes >= 1024 else f'"{mebibytes}MiB"'

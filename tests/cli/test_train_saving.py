@@ -299,7 +299,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.long
 def test_torchrun_restarts_after_a_lost_rank(here: Path) -> None:
-    """The command of docs/checkpoints.md: all ranks are started again, by torchrun itself."""
+    """The command of docs/howto/checkpoints.md: all ranks are started again, by torchrun itself."""
     options = [*TINY, "--memory", "8MiB", "--nvme", "none", "--steps", "6"]
     whole = Running(here, 2, *options, "--json", "--save", "whole").end()
     assert [ended.code for ended in whole] == [0, 0], whole

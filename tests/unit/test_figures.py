@@ -107,3 +107,18 @@ def test_older_results_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_every_result_says_where_it_comes_from(file: Path) -> None:
     result = json.loads(file.read_text(encoding="utf-8"))
     assert all(result[name] for name in ("command", "commit", "date", "machine"))
+
+
+def test_a_region_of_two_results_needs_both() -> None:
+    peer = {"name": "x", "error": None, "changed_lines": 3}
+    seconds = {"wall": {"median": 1.25, "best": 1.0}, "seconds": 1.0, "peak_rss": 2**30, "start_seconds": 1.0}
+    entries = [{**peer, "key": key, "figures": {**seconds}} for key in ("plain", "fits", "ds-params", "ds-pipe")]
+    entries[3]["figures"] = {**seconds, "wall": {"median": 1.125, "best": 1.0}}
+    race = {"layers": 6, "hidden": 64, "batch": 1, "seq": 8}
+    peers = {**ORIGIN, "contests": [{"race": race, "num_parameters": 76_000_000, "heats": [entries]}]}
+    text = "<!-- figures: comparison -->\nold\n<!-- end -->"
+    assert figures.render(text, {"capacity": CAPACITY}) == text
+    new = figures.render(text, {"capacity": CAPACITY, "peers": peers})
+    assert "| plain PyTorch | 1.25, 1.0 GiB | no |  | 3 |" in new
+    assert "| DeepSpeed ZeRO-3 | failed | 1.12, 1.0 GiB |  | 3 |" in new  # the faster of its two
+    assert "| zero-infinity | 1.25, 1.0 GiB | failed | 1,400M | 3 |" in new

@@ -1,8 +1,8 @@
-"""The top of the `zero-infinity` command: which subcommands there are, and how an error leaves the process.
+"""The `zero-infinity` command: its subcommands, and how errors become exit codes.
 
-Each subcommand is a module of this package with `add_parser(subparsers)`, which adds its parser and sets the
-default `run`, a function from the parsed arguments to an exit code. Only the module of the command that was asked
-for is imported: `zero-infinity --help` answers from the table below, without torch.
+Each subcommand is a module of this package with `add_parser(subparsers)`, which adds its parser and sets the default
+`run`, a function from the parsed arguments to an exit code. Only the module of the given command is imported:
+`zero-infinity --help` answers from the table below, without torch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from zero_infinity.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_MISTAKE, describ
 from zero_infinity.cli.ranks import speaks
 from zero_infinity.errors import ConfigError, ZeroInfinityError
 
-# Command (which is also its module) -> the line that --help shows.
+# Command (also the name of its module) -> the line that --help shows.
 COMMANDS = {
-    "bench": "measure what this machine's drives can do",
     "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
-    "export": "the weights of a checkpoint as a Hugging Face folder",
-    "paper": "recompute tables and figures of the ZeRO papers",
-    "plan": "predict memory per tier and step time before training",
-    "report": "a page to look at from a trace",
-    "simulate": "simulate a training step on other hardware",
     "train": "train a model whose states are larger than memory",
+    "export": "write the weights of a checkpoint as a Hugging Face folder",
+    "plan": "predict memory per tier and step time before training",
+    "simulate": "simulate a training step on other hardware",
+    "report": "make a page from a trace",
+    "bench": "measure this machine: drive bandwidth, a hardware profile",
+    "paper": "recompute the tables and figures of the ZeRO papers",
 }
 
 EPILOG = """\
 examples:
-  zero-infinity doctor /mnt/nvme      is this machine, and that drive, fit for training?
-  zero-infinity bench io --help       how fast is the drive?
+  zero-infinity doctor /mnt/nvme      is this machine, with that drive, fit for training?
+  zero-infinity train --memory 64MiB  a model of 25M parameters (294 MiB of states), on Python's own source code
   zero-infinity plan --model gpt3-13b --hardware rtx4090 --batch 4
-  zero-infinity train --memory 64MiB  a model of 25M parameters (294 MiB of states), on the text at hand
+  zero-infinity bench io --help       how fast is the drive?
+
+`zero-infinity COMMAND --help` has the options of a command.
 """
 
 
@@ -45,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # here, so that a reader who left is noticed while it can be handled
+        sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
     except (ZeroInfinityError, KeyboardInterrupt) as error:
-        if speaks():  # of several ranks on a machine, which all make this mistake
+        if speaks():  # of several ranks on a machine, one prints an error that all of them have
             print(describe(error), file=sys.stderr)
         return exit_code(error)
     except BrokenPipeError:
@@ -75,7 +77,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The whole parser of `command`; of the others only the names."""
+    """Make a parser with all options of `command`, and only the names of the others."""
     parser = argparse.ArgumentParser(
         prog="zero-infinity",
         description="Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.",
@@ -101,7 +103,7 @@ def _unknown_command(command: str) -> ConfigError:
 
 @contextmanager
 def _once() -> Iterator[None]:
-    """What is printed in here is the same for every rank on this machine: one of them prints it."""
+    """Let one rank on this machine print what is the same for all of them."""
     if speaks():
         yield
         return
