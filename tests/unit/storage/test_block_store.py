@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.blocks import flush_blocks, read_block, write_block
 
 from zero_infinity.errors import CapacityError, CorruptionError, EngineClosedError, TransferError, UsageError
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage import block_store
-from zero_infinity.storage.block import Block, Residence
+from zero_infinity.storage import deadlock
+from zero_infinity.storage.block import Block
+from zero_infinity.storage.block_stay import BlockStay, Residence
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
-from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.striped_files import FileDevice
 
@@ -47,7 +49,7 @@ class Bench:
         self.gate.set()
         self.device = FakeDevice(latency=self._hold, faults=faults)
         self.pool = BufferPool(pages * PAGE)
-        self.engine = QueuedIOEngine(self.device, 2)
+        self.engine = IOEngine(self.device, 2)
         self.store = BlockStore(self.pool, self.engine, verify=verify)
 
     def _hold(self, request: FakeRequest) -> float:
@@ -58,10 +60,10 @@ class Bench:
         """A block; with a `value` it has that content, and is only at home."""
         block = self.store.create(name, pages * PAGE, home)
         if value is not None:
-            self.store.write(block, filled(value, pages * PAGE))
+            write_block(self.store, block, filled(value, pages * PAGE))
             self.store.evict(block)
             if home is Home.NVME:
-                wait_until(lambda: not block.visits)
+                wait_until(lambda: not block.stays)
         return block
 
     def fetched(self, name: str, value: int | None = None, pages: int = 1) -> Block:
@@ -72,6 +74,13 @@ class Bench:
 
     def directions(self) -> list[Direction]:
         return [request.direction for request in self.device.requests]
+
+    def num_reads(self) -> int:
+        """Blocks read so far: none here is larger than one request."""
+        return self.directions().count(Direction.READ)
+
+    def num_writes(self) -> int:
+        return self.directions().count(Direction.WRITE)
 
 
 @pytest.fixture
@@ -111,9 +120,9 @@ def test_what_is_written_comes_back_after_it_left_memory(bench: Callable[..., Be
     block = b.block("a", 7)
     assert block.residence is Residence.ABSENT
     assert b.pool.held_bytes == 0
-    assert b.store.read(block).tolist() == [7] * PAGE
-    counters = b.store.counters()
-    assert (counters.blocks_read, counters.blocks_written, counters.bytes_read) == (1, 1, PAGE)
+    assert read_block(b.store, block).tolist() == [7] * PAGE
+    counters = b.engine.counters()
+    assert (b.num_reads(), b.num_writes(), counters.bytes_read) == (1, 1, PAGE)
 
 
 def test_a_block_without_content_takes_room_and_reads_nothing(bench: Callable[..., Bench]) -> None:
@@ -124,13 +133,13 @@ def test_a_block_without_content_takes_room_and_reads_nothing(bench: Callable[..
     assert b.pool.held_bytes == 0
     assert b.device.requests == []
     with pytest.raises(UsageError, match="'a' is read before anything was written"):
-        b.store.read(block)
+        b.store.peek(block, 0, PAGE, room(3 * PAGE))
 
 
 def test_a_clean_block_is_not_written_again(bench: Callable[..., Bench]) -> None:
     b = bench(2)
     block = b.block("a", 1)
-    b.store.read(block)
+    read_block(b.store, block)
     b.store.evict(block)
     assert b.directions() == [Direction.WRITE, Direction.READ]
 
@@ -140,26 +149,28 @@ def test_write_back_keeps_the_block_in_memory(bench: Callable[..., Bench]) -> No
     block = b.fetched("a")
     b.store.lease(block).fill_(3)
     b.store.mark_dirty(block)
-    b.store.flush([block])
+    flush_blocks(b.store, block)
     assert b.store.ready(block)
+    assert not block.dirty
     assert b.device.contents()[:PAGE] == bytes([3]) * PAGE
-    b.store.flush([block])
+    flush_blocks(b.store, block)
     assert b.directions() == [Direction.WRITE]
 
 
-def test_flush_waits_for_the_worker_that_still_changes_the_block(bench: Callable[..., Bench]) -> None:
+def test_a_block_that_a_worker_still_changes_is_not_written_back(bench: Callable[..., Bench]) -> None:
     b = bench(2)
-    block = b.block("a", 1)
-    b.store.fetch(block)
+    block = b.fetched("a", 1)
+    b.store.mark_dirty(block)
     b.store.hold(block)
-    thread, results = in_thread(lambda: b.store.flush([block]))
+    flush_blocks(b.store, block)
     with b.store.changing(block) as memory:
         memory.fill_(9)
-        time.sleep(0.02)
-        assert results == []
+        flush_blocks(b.store, block)
+    assert b.num_writes() == 1
+    assert b.device.contents()[:PAGE] == bytes([1]) * PAGE
     b.store.unhold(block, dirty=True)
-    thread.join(SECONDS)
-    assert results == [None]
+    flush_blocks(b.store, block)
+    assert b.num_writes() == 2
     assert b.device.contents()[:PAGE] == bytes([9]) * PAGE
 
 
@@ -167,8 +178,8 @@ def test_a_block_that_lives_in_ram_stays_until_its_content_dies(bench: Callable[
     b = bench(2)
     block = b.block("a", 5, home=Home.RAM)
     b.store.evict(block)
-    b.store.flush([block])
-    assert b.store.read(block).tolist() == [5] * PAGE
+    flush_blocks(b.store, block)
+    assert read_block(b.store, block).tolist() == [5] * PAGE
     assert b.device.requests == []
     b.store.expire(block)
     b.pool.collect()
@@ -187,7 +198,7 @@ def test_a_ram_block_that_dies_twice_while_held_never_looks_for_a_home_elsewhere
     b.store.fetch(block)
     b.store.hold(block)
     b.store.expire(block)
-    assert len(block.visits) == 2
+    assert len(block.stays) == 2
     with b.store.changing(block):
         pass
     b.store.unhold(block, dirty=True)
@@ -196,16 +207,16 @@ def test_a_ram_block_that_dies_twice_while_held_never_looks_for_a_home_elsewhere
         pass
     b.store.unhold(block, dirty=True)
     assert not block.has_content
-    assert not block.visits
+    assert not block.stays
     assert b.device.requests == []
 
 
 def test_ram_blocks_need_no_engine() -> None:
     store = BlockStore(BufferPool(4 * PAGE))
     block = store.create("a", 10, Home.RAM)
-    store.write(block, filled(1, 10))
-    assert store.read(block).tolist() == [1] * 10
-    with pytest.raises(UsageError, match="'b' wants a home on NVMe"):
+    write_block(store, block, filled(1, 10))
+    assert read_block(store, block).tolist() == [1] * 10
+    with pytest.raises(UsageError, match="'b' needs a home on NVMe"):
         store.create("b", 10, Home.NVME)
     with pytest.raises(UsageError, match="at least one byte"):
         store.create("c", 0, Home.RAM)
@@ -224,14 +235,14 @@ def test_drop_gives_memory_and_home_back(bench: Callable[..., Bench]) -> None:
     assert b.engine.capacity == capacity
     assert again.offset == 0
     b.store.drop(block)  # a second time does nothing: the home is somebody else's now
-    assert b.store.read(again).tolist() == [2] * PAGE
+    assert read_block(b.store, again).tolist() == [2] * PAGE
 
 
 def test_drop_waits_for_the_write_in_flight(bench: Callable[..., Bench]) -> None:
     b = bench(2)
     block = b.block("a")
     b.gate.clear()
-    b.store.write(block, filled(1))
+    write_block(b.store, block, filled(1))
     b.store.evict(block)
     thread, results = in_thread(lambda: b.store.drop(block))
     time.sleep(0.02)
@@ -250,15 +261,6 @@ def test_reserved_space_is_used_first(bench: Callable[..., Bench]) -> None:
     for name in "abc":
         b.block(name, 1)
     assert b.engine.capacity == 3 * PAGE
-
-
-@pytest.mark.parametrize("data", [filled(1, 1), filled(1, PAGE + 1), torch.ones(PAGE), filled(1).view(2, -1)])
-def test_only_bytes_as_long_as_the_block_are_written(bench: Callable[..., Bench], data: torch.Tensor) -> None:
-    b = bench(2)
-    block = b.block("a", 4)
-    with pytest.raises(UsageError, match="'a' takes 4096 bytes"):
-        b.store.write(block, data)
-    assert b.store.read(block).tolist() == [4] * PAGE
 
 
 # Room
@@ -297,13 +299,13 @@ def test_fetching_twice_is_fetching_once(bench: Callable[..., Bench]) -> None:
     b.store.wait(block)
     b.store.fetch(block)
     assert b.pool.held_bytes == PAGE
-    assert b.store.counters().blocks_read == 1
+    assert b.num_reads() == 1
 
 
 def test_a_lease_keeps_the_memory_until_it_dies(bench: Callable[..., Bench]) -> None:
     b = bench(1)
     block, other = b.block("a", 6), b.block("b")
-    leased = b.store.read(block)[10:20]
+    leased = read_block(b.store, block)[10:20]
     assert block.leased
     b.store.evict(block)
     assert not block.leased
@@ -334,7 +336,7 @@ def test_eviction_while_reading_takes_effect_after_the_read(bench: Callable[...,
 def test_eviction_of_a_dirty_block_takes_effect_after_the_write(bench: Callable[..., Bench]) -> None:
     b = bench(1)
     block, other = b.block("a"), b.block("b")
-    b.store.write(block, filled(2))
+    write_block(b.store, block, filled(2))
     b.gate.clear()
     b.store.evict(block)
     b.store.fetch(other)
@@ -342,7 +344,7 @@ def test_eviction_of_a_dirty_block_takes_effect_after_the_write(bench: Callable[
     b.gate.set()
     b.store.wait(other)
     b.store.evict(other)
-    assert b.store.read(block).tolist() == [2] * PAGE
+    assert read_block(b.store, block).tolist() == [2] * PAGE
 
 
 def test_eviction_of_a_held_block_waits_for_the_worker(bench: Callable[..., Bench]) -> None:
@@ -356,8 +358,8 @@ def test_eviction_of_a_held_block_waits_for_the_worker(bench: Callable[..., Benc
             memory.fill_(value)
         assert block.residence is Residence.PRESENT
         b.store.unhold(block, dirty=True)
-    wait_until(lambda: not block.visits)
-    assert b.store.read(block).tolist() == [2] * PAGE
+    wait_until(lambda: not block.stays)
+    assert read_block(b.store, block).tolist() == [2] * PAGE
 
 
 def test_a_worker_can_hold_what_is_still_queued(bench: Callable[..., Bench]) -> None:
@@ -371,24 +373,24 @@ def test_a_worker_can_hold_what_is_still_queued(bench: Callable[..., Bench]) -> 
     with b.store.changing(second) as memory:
         memory.fill_(1)
     b.store.unhold(second, dirty=True)
-    wait_until(lambda: not second.visits)
-    assert b.store.read(second)[0] == 1
+    wait_until(lambda: not second.stays)
+    assert read_block(b.store, second)[0] == 1
 
 
 def test_a_visit_that_is_to_leave_at_once_is_not_read(bench: Callable[..., Bench]) -> None:
     b = bench(1)
     block = b.block("a", 1)
-    reads = b.store.counters().blocks_read
-    granted = b.store._granted
+    reads = b.num_reads()
+    granted = b.store._mover._granted
 
-    def evicted_meanwhile(which: Block, visit: block_store.Visit, buffer: object) -> None:
+    def evicted_meanwhile(which: Block, stay: BlockStay, buffer: object) -> None:
         b.store.evict(which)  # as another thread may, between the pool's decision and its callback
-        granted(which, visit, buffer)  # type: ignore[arg-type]
+        granted(which, stay, buffer)  # type: ignore[arg-type]
 
-    b.store._granted = evicted_meanwhile  # type: ignore[method-assign]
+    b.store._mover._granted = evicted_meanwhile  # type: ignore[method-assign]
     b.store.fetch(block)
     assert block.residence is Residence.ABSENT
-    assert b.store.counters().blocks_read == reads
+    assert b.num_reads() == reads
     assert b.pool.held_bytes == 0
 
 
@@ -404,8 +406,8 @@ def test_fetched_again_with_nobody_waiting_the_eviction_is_forgotten(bench: Call
     b.store.fetch(block)
     b.gate.set()
     b.store.wait(block)
-    assert len(block.visits) == 1
-    assert b.store.counters().blocks_read == 1
+    assert len(block.stays) == 1
+    assert b.num_reads() == 1
 
 
 def test_fetched_again_with_a_waiter_the_block_goes_and_queues_for_another_visit(bench: Callable[..., Bench]) -> None:
@@ -416,15 +418,15 @@ def test_fetched_again_with_a_waiter_the_block_goes_and_queues_for_another_visit
     b.store.evict(block)
     b.store.fetch(other)
     b.store.fetch(block)
-    assert len(block.visits) == 2
+    assert len(block.stays) == 2
     assert not b.store.ready(block)
     b.gate.set()
     b.store.wait(other)
     b.store.evict(other)
     b.store.wait(block)
-    assert len(block.visits) == 1
-    assert b.store.counters().blocks_read == 2
-    assert b.store.read(block)[0] == 1
+    assert len(block.stays) == 1
+    assert b.num_reads() == 2
+    assert read_block(b.store, block)[0] == 1
 
 
 def test_a_later_visit_whose_turn_comes_first_joins_the_present_one(bench: Callable[..., Bench]) -> None:
@@ -436,11 +438,11 @@ def test_a_later_visit_whose_turn_comes_first_joins_the_present_one(bench: Calla
     b.store.fetch(waiter)
     b.store.fetch(block)  # a second visit, behind the waiter
     b.store.hold(block)
-    assert len(block.visits) == 2
+    assert len(block.stays) == 2
     b.store.evict(other)
     b.store.wait(waiter)
     b.store.evict(waiter)  # its room goes to the second visit, which does not need it: the first is still here
-    assert len(block.visits) == 1
+    assert len(block.stays) == 1
     assert b.pool.held_bytes == PAGE
     for value in (1, 2):
         with b.store.changing(block) as memory:
@@ -448,7 +450,7 @@ def test_a_later_visit_whose_turn_comes_first_joins_the_present_one(bench: Calla
             memory.fill_(value + 1)
         b.store.unhold(block, dirty=True)
     b.store.wait(block)
-    assert b.store.counters().blocks_read == 1
+    assert b.num_reads() == 1
 
 
 def test_two_visits_whose_turns_are_told_in_the_wrong_order_join_all_the_same(bench: Callable[..., Bench]) -> None:
@@ -460,23 +462,23 @@ def test_two_visits_whose_turns_are_told_in_the_wrong_order_join_all_the_same(be
     b.store.evict(block)
     b.store.fetch(waiter)
     late: list[Callable[[], None]] = []
-    granted = b.store._granted
-    b.store._granted = lambda *args: late.append(lambda: granted(*args))  # type: ignore[method-assign, assignment]
+    granted = b.store._mover._granted
+    b.store._mover._granted = lambda *args: late.append(lambda: granted(*args))  # type: ignore[method-assign, assignment]
     b.store.fetch(block)
     b.store.hold(block)
     b.store.evict(block)
     b.store.fetch(block)  # a third visit: this is the last word
-    assert len(block.visits) == 3
+    assert len(block.stays) == 3
     b.store.evict(first)  # its room goes to the waiter
     b.store.evict(second)
     assert len(late) == 2
     late.pop(0)()
     b.store.evict(waiter)
     assert len(late) == 2
-    b.store._granted = granted  # type: ignore[method-assign]
+    b.store._mover._granted = granted  # type: ignore[method-assign]
     late[1]()
     late[0]()
-    assert len(block.visits) == 1
+    assert len(block.stays) == 1
     for _ in range(2):
         b.store.unhold(block, dirty=False)
     b.store.wait(block)  # it stays
@@ -532,7 +534,7 @@ def test_holds_are_checked(bench: Callable[..., Bench]) -> None:
     with pytest.raises(UsageError, match="'a' is to be held, but it was not fetched"):
         b.store.hold(block)
     b.store.fetch(block)
-    with pytest.raises(UsageError, match="'a' is let go, but nobody holds it"):
+    with pytest.raises(UsageError, match="'a' is released, but nobody holds it"):
         b.store.unhold(block, dirty=False)
     with pytest.raises(UsageError, match="was not held for one"), b.store.reading(block):
         pass
@@ -554,9 +556,14 @@ def test_wait_and_read_see_what_workers_have_still_to_change(bench: Callable[...
     block = b.block("a", 1)
     b.store.fetch(block)
     b.store.hold(block)
-    reader, read = in_thread(lambda: int(b.store.read(block)[0]))
+    b.store.hold_to_read(block)
+
+    def look() -> int:
+        with b.store.reading(block) as memory:
+            return int(memory[0])
+
+    reader, read = in_thread(look)
     waiter, waited = in_thread(lambda: b.store.wait(block))
-    wait_until(lambda: len(block.turns) == 2)
     with b.store.changing(block) as memory:
         memory.fill_(2)
         time.sleep(0.02)
@@ -594,8 +601,8 @@ def test_a_reader_sees_the_changes_before_it_and_not_those_after(bench: Callable
     reader.join(SECONDS)
     worker.join(SECONDS)
     assert seen == [2]
-    wait_until(lambda: not block.visits)
-    assert b.store.read(block)[0] == 3
+    wait_until(lambda: not block.stays)
+    assert read_block(b.store, block)[0] == 3
 
 
 def test_a_reader_keeps_the_block(bench: Callable[..., Bench]) -> None:
@@ -630,8 +637,9 @@ def test_expiry_of_an_absent_block(bench: Callable[..., Bench]) -> None:
     b = bench(2)
     block = b.block("a", 1)
     b.store.expire(block)
+    assert not block.has_content
     with pytest.raises(UsageError, match="read before anything"):
-        b.store.read(block)
+        b.store.peek(block, 0, PAGE, room(3 * PAGE))
 
 
 def test_expiry_waits_for_the_holds_before_it(bench: Callable[..., Bench]) -> None:
@@ -645,7 +653,7 @@ def test_expiry_waits_for_the_holds_before_it(bench: Callable[..., Bench]) -> No
     b.store.unhold(block, dirty=True)
     assert not block.has_content
     assert block.residence is Residence.ABSENT
-    assert b.store.counters().blocks_written == 1
+    assert b.num_writes() == 1
 
 
 @pytest.mark.parametrize("waiters", [False, True])
@@ -659,7 +667,7 @@ def test_what_is_written_after_an_expiry_lives(bench: Callable[..., Bench], wait
         b.store.fetch(waiter)
     b.store.fetch(block)  # again, before the first worker is done, and for a second one
     b.store.hold(block)
-    assert len(block.visits) == 1 + waiters
+    assert len(block.stays) == 1 + waiters
     b.store.unhold(block, dirty=True)
     assert not block.has_content
     b.store.evict(full)
@@ -669,22 +677,22 @@ def test_what_is_written_after_an_expiry_lives(bench: Callable[..., Bench], wait
     b.store.wait(block)
     b.store.evict(block)
     b.store.evict(waiter)
-    wait_until(lambda: not block.visits)
-    assert b.store.read(block).tolist() == [2] * PAGE
-    assert b.store.counters().blocks_read == 2
+    wait_until(lambda: not block.stays)
+    assert read_block(b.store, block).tolist() == [2] * PAGE
+    assert b.num_reads() == 2
 
 
 def test_expiry_of_a_second_visit_that_is_taken_back(bench: Callable[..., Bench]) -> None:
     b = bench(1)
     block, waiter = b.block("a"), b.block("b")
-    b.store.write(block, filled(1))
+    write_block(b.store, block, filled(1))
     b.gate.clear()
     b.store.evict(block)
     b.store.fetch(waiter)
     b.store.fetch(block)
-    assert len(block.visits) == 2
+    assert len(block.stays) == 2
     b.store.expire(block)
-    assert len(block.visits) == 1
+    assert len(block.stays) == 1
     b.gate.set()
     b.store.wait(waiter)
     assert not block.has_content
@@ -699,18 +707,18 @@ def test_an_io_error_reaches_the_thread_that_waits(bench: Callable[..., Bench], 
     b = bench(2, faults=(fault,))
     b.block("a", 1)
     block, other = b.block("b"), b.block("c")
-    b.store.write(block, filled(1))
+    write_block(b.store, block, filled(1))
     b.store.evict(block)
     b.store.fetch(other)
     message = f"{direction.value} of 4.0 KiB at memory at 4096 failed"
     if direction is Direction.READ:
-        wait_until(lambda: not block.visits)
+        wait_until(lambda: not block.stays)
         b.store.fetch(block)
     with pytest.raises(TransferError, match=message) as caught:
-        b.store.wait(block) if direction is Direction.READ else b.store.flush([block])
+        b.store.wait(block) if direction is Direction.READ else b.store.settle()
     assert caught.value.errno == errno.EIO
     assert "memory at 4096" in str(caught.value.filename)
-    for call in (b.store.fetch, b.store.wait, b.store.read, b.store.lease, b.store.write_back):
+    for call in (b.store.fetch, b.store.wait, b.store.lease, b.store.write_back, lambda _: b.store.settle()):
         with pytest.raises(TransferError, match="memory at 4096"):
             call(other)
     with pytest.raises(TransferError, match="memory at 4096"):
@@ -723,13 +731,13 @@ def test_the_error_is_the_one_of_the_transfer_that_failed(bench: Callable[..., B
     b = bench(8, faults=(FakeFault(errno.ENOSPC, direction=Direction.WRITE),))
     made = [b.store.create(str(index), PAGE, Home.NVME) for index in range(6)]
     for block in made:
-        b.store.write(block, filled(1))
+        write_block(b.store, block, filled(1))
     b.gate.clear()
     for block in made:
         b.store.evict(block)
     b.gate.set()
     with pytest.raises(TransferError) as caught:
-        b.store.flush(made)
+        b.store.settle()
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -758,7 +766,7 @@ def test_closing_while_io_is_in_flight(bench: Callable[..., Bench]) -> None:
         b.store.fetch(block)
     threads = [in_thread(lambda block=block: b.store.wait(block)) for block in made]
     closer, _ = in_thread(b.store.close)
-    wait_until(lambda: b.store._error is not None)
+    wait_until(lambda: b.store._monitor.error is not None)
     b.gate.set()
     closer.join(SECONDS)
     for thread, results in threads:
@@ -769,7 +777,7 @@ def test_closing_while_io_is_in_flight(bench: Callable[..., Bench]) -> None:
 
 def test_a_lease_survives_the_store(bench: Callable[..., Bench]) -> None:
     b = bench(2)
-    leased = b.store.read(b.block("a", 8))
+    leased = read_block(b.store, b.block("a", 8))
     b.store.close()
     assert leased.tolist() == [8] * PAGE
 
@@ -777,10 +785,10 @@ def test_a_lease_survives_the_store(bench: Callable[..., Bench]) -> None:
 def test_room_that_nothing_can_free_is_an_error_that_names_the_holders(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_store, "_STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(deadlock, "STUCK_SECONDS", 0.05)
     b = bench(3)
     b.fetched("the large one", pages=2)
-    leased = b.store.read(b.block("the leased one", 1))
+    leased = read_block(b.store, b.block("the leased one", 1))
     block = b.block("a", pages=2)
     b.store.fetch(block)
     with pytest.raises(CapacityError) as caught:
@@ -796,7 +804,7 @@ def test_a_worker_that_waits_with_a_block_in_its_hands_is_told_too(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds what it waits for, and is inside `changing` of something else: neither will free anything."""
-    monkeypatch.setattr(block_store, "_STUCK_WHILE_HELD_SECONDS", 0.05)
+    monkeypatch.setattr(deadlock, "STUCK_WHILE_HELD_SECONDS", 0.05)
     b = bench(1)
     first, second = b.fetched("a"), b.block("b")
     b.store.hold(first)
@@ -809,8 +817,8 @@ def test_a_worker_that_waits_with_a_block_in_its_hands_is_told_too(
 
 
 def test_a_worker_that_computes_is_waited_for(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_STUCK_SECONDS", "_STUCK_WHILE_HELD_SECONDS"):
-        monkeypatch.setattr(block_store, name, 0.02)
+    for name in ("STUCK_SECONDS", "STUCK_WHILE_HELD_SECONDS"):
+        monkeypatch.setattr(deadlock, name, 0.02)
     b = bench(1)
     first, second = b.fetched("a"), b.block("b")
     b.store.hold(first)
@@ -823,7 +831,7 @@ def test_a_worker_that_computes_is_waited_for(bench: Callable[..., Bench], monke
         b.store.unhold(first, dirty=True)
 
     thread, _ = in_thread(work)
-    wait_until(lambda: bool(b.store._busy) or not first.visits)
+    wait_until(lambda: bool(b.store._detector.threads_using()) or not first.stays)
     b.store.wait(second)
     thread.join(SECONDS)
 
@@ -835,20 +843,20 @@ def test_a_flipped_bit_is_found(bench: Callable[..., Bench]) -> None:
     b = bench(2, verify=True)
     b.block("a", 1)
     block = b.block("layers.3.weight", 2)
-    assert b.store.read(block)[0] == 2
+    assert read_block(b.store, block)[0] == 2
     b.store.evict(block)
     b.device._data[PAGE + 77] ^= 16
     with pytest.raises(CorruptionError, match=r"'layers.3.weight' \(4.0 KiB\) came back changed from memory at 4096"):
-        b.store.read(block)
+        read_block(b.store, block)
 
 
 def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
     device = FileDevice(tmp_path)
-    store = BlockStore(BufferPool(4 * PAGE), QueuedIOEngine(device), verify=True)
+    store = BlockStore(BufferPool(4 * PAGE), IOEngine(device), verify=True)
     other, block = (store.create(name, 2 * PAGE - 5, Home.NVME) for name in ("other", "it"))
     for each in (other, block):
-        store.write(each, torch.arange(2 * PAGE - 5).to(torch.uint8))
-        store.flush([each])
+        write_block(store, each, torch.arange(2 * PAGE - 5).to(torch.uint8))
+        flush_blocks(store, each)
         store.evict(each)
     with Path(f"/proc/self/fd/{device.descriptors[0]}").open("r+b", buffering=0) as file:
         file.seek(2 * PAGE + 100)
@@ -856,10 +864,10 @@ def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
         file.seek(2 * PAGE + 100)
         file.write(bytes([byte[0] ^ 1]))
         os.fsync(file.fileno())
-    assert store.read(other)[1] == 1
+    assert read_block(store, other)[1] == 1
     store.evict(other)
     with pytest.raises(CorruptionError) as caught:
-        store.read(block)
+        read_block(store, block)
     message = str(caught.value)
     assert "'it'" in message
     assert f"{tmp_path}/(swap file) at {2 * PAGE}" in message
@@ -869,11 +877,11 @@ def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
 def test_bytes_past_the_end_of_a_block_are_not_verified(bench: Callable[..., Bench]) -> None:
     b = bench(2, verify=True)
     block = b.store.create("a", 100, Home.NVME)
-    b.store.write(block, filled(1, 100))
+    write_block(b.store, block, filled(1, 100))
     b.store.evict(block)
-    wait_until(lambda: not block.visits)
+    wait_until(lambda: not block.stays)
     b.device._data[100] ^= 1
-    assert b.store.read(block).tolist() == [1] * 100
+    assert read_block(b.store, block).tolist() == [1] * 100
 
 
 def test_a_block_is_shown_with_its_visits(bench: Callable[..., Bench]) -> None:
@@ -885,7 +893,7 @@ def test_a_block_is_shown_with_its_visits(bench: Callable[..., Bench]) -> None:
     b.store.hold(block)
     b.store.mark_dirty(block)
     b.store.evict(block)
-    assert repr(block) == "<Block a 4.0 KiB* present- turns=1>"
+    assert repr(block) == "<Block a 4.0 KiB* present- uses=1>"
     b.store.unhold(block, dirty=True)
 
 
@@ -899,7 +907,7 @@ def room(num_bytes: int) -> memoryview:
 def numbered(store: BlockStore, block: Block, first: int = 0) -> bytes:
     """Give the block a content in which no two neighbours are the same."""
     data = (torch.arange(block.num_bytes) + first).remainder(251).to(torch.uint8)
-    store.write(block, data)
+    write_block(store, block, data)
     return data.numpy().tobytes()
 
 
@@ -915,12 +923,12 @@ def test_a_look_finds_the_content_in_memory_and_at_home_and_moves_nothing(
     assert block.residence is Residence.PRESENT
     assert block.dirty
     made.store.evict(block)
-    wait_until(lambda: not block.visits)
+    wait_until(lambda: not block.stays)
     other = made.fetched("other", 7, pages=3)  # all the memory that there is
     reads = made.directions().count(Direction.READ)
     assert bytes(made.store.peek(block, *span, memory)) == content[span[0] : span[1]]
     assert made.directions().count(Direction.READ) == reads + 1
-    assert not block.visits
+    assert not block.stays
     assert other.residence is Residence.PRESENT
 
 
@@ -932,7 +940,7 @@ def test_a_look_at_what_is_on_its_way(bench: Callable[..., Bench]) -> None:
     made.store.evict(block)  # it is being written: what is in memory counts
     assert bytes(made.store.peek(block, 10, 20, room(3 * PAGE))) == content[10:20]
     made.gate.set()
-    wait_until(lambda: not block.visits)
+    wait_until(lambda: not block.stays)
     made.gate.clear()
     made.store.fetch(block)  # it is being read: what is at home counts
     thread, found = in_thread(lambda: bytes(made.store.peek(block, 10, 20, room(3 * PAGE))))
@@ -955,20 +963,16 @@ def page_room() -> memoryview:
     return memoryview(mmap.mmap(-1, 3 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-@pytest.mark.parametrize("use", ["wait", "read", "write", "changing", "hold", "reading", "claim"])
+@pytest.mark.parametrize("use", ["wait", "changing", "hold", "reading", "claim"])
 def test_nobody_uses_a_guarded_block_before_it_is_let_go(use: str, bench: Callable[..., Bench]) -> None:
     made = bench(4)
     store, block = made.store, made.fetched("a", 1)
-    store.guard([block])
+    store.begin_snapshot([block])
     done = threading.Event()
 
     def worker() -> None:
         if use == "wait":
             store.wait(block)
-        elif use == "read":
-            store.read(block)
-        elif use == "write":
-            store.write(block, filled(2))
         elif use == "changing":
             with store.changing(block) as memory:
                 memory.fill_(2)
@@ -982,7 +986,7 @@ def test_nobody_uses_a_guarded_block_before_it_is_let_go(use: str, bench: Callab
             with store.reading(block):
                 pass
         else:
-            with store.in_turn(block, store.claim(block)) as memory:
+            with store.changing_claimed(block, store.claim(block)) as memory:
                 memory.fill_(2)
         done.set()
 
@@ -992,7 +996,7 @@ def test_nobody_uses_a_guarded_block_before_it_is_let_go(use: str, bench: Callab
     assert not store.ready(block)
     assert not store.changeable(block)
     assert bytes(store.peek(block, 0, PAGE, page_room())) == bytes([1]) * PAGE
-    store.unguard(block)
+    store.release_from_snapshot(block)
     thread.join(SECONDS)
     assert done.is_set()
 
@@ -1001,11 +1005,11 @@ def test_guarded_blocks_move_and_are_seen_wherever_they_are(bench: Callable[...,
     made = bench(2)
     store = made.store
     dirty, other = made.block("dirty"), made.block("other", 5)
-    store.write(dirty, filled(3))  # newer than its home
-    store.guard([dirty, other])
+    write_block(store, dirty, filled(3))  # newer than its home
+    store.begin_snapshot([dirty, other])
     assert bytes(store.peek(dirty, 0, PAGE, page_room())) == bytes([3]) * PAGE
     store.evict(dirty)
-    wait_until(lambda: not dirty.visits)
+    wait_until(lambda: not dirty.stays)
     assert bytes(store.peek(dirty, 8, 16, page_room())) == bytes([3]) * 8
     assert bytes(store.peek(other, 0, PAGE, page_room())) == bytes([5]) * PAGE
     store.fetch(other)
@@ -1018,13 +1022,13 @@ def test_what_somebody_waits_for_comes_first(bench: Callable[..., Bench]) -> Non
     made = bench(8)
     store = made.store
     several = [made.fetched(name, 1) for name in "abcd"]
-    store.guard(several)
-    assert store.next_guarded() is several[0]
+    store.begin_snapshot(several)
+    assert store.next_in_snapshot() is several[0]
     assert not store.ready(several[2])
     assert not store.changeable(several[3])
     assert not store.ready(several[0])  # it was given already
-    assert [store.next_guarded() for _ in range(4)] == [several[2], several[3], several[1], None]
-    store.guard(())
+    assert [store.next_in_snapshot() for _ in range(4)] == [several[2], several[3], several[1], None]
+    store.end_snapshot()
     assert all(store.ready(block) for block in several)
 
 
@@ -1032,12 +1036,12 @@ def test_a_wait_for_room_is_not_stuck_while_a_guard_is_to_go(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker has a block in its hands, and waits for another that is guarded; somebody waits for room."""
-    monkeypatch.setattr(block_store, "_STUCK_SECONDS", 0.3)
-    monkeypatch.setattr(block_store, "_STUCK_WHILE_HELD_SECONDS", 0.3)
+    monkeypatch.setattr(deadlock, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(deadlock, "STUCK_WHILE_HELD_SECONDS", 0.3)
     made = bench(2)
     store = made.store
     third, first, second = made.block("third", 3), made.fetched("first", 1), made.fetched("second", 2)
-    store.guard([second])
+    store.begin_snapshot([second])
     for block in (first, second):
         store.hold(block)
 
@@ -1051,6 +1055,6 @@ def test_a_wait_for_room_is_not_stuck_while_a_guard_is_to_go(
     thread.start()
     store.evict(first)
     store.fetch(third)
-    threading.Timer(0.8, store.unguard, (second,)).start()
+    threading.Timer(0.8, store.release_from_snapshot, (second,)).start()
     store.wait(third)
     thread.join(SECONDS)
