@@ -189,7 +189,7 @@ class TrainingEngine:
             if self._cache is not None:
                 self._cache.remove(unit)
             self.host.drop(unit)
-        self.store.heap.begin_anew()
+        self.store.reset_heap_baseline()
         if self.ranks is not None:
             self.host.closers.append(self.ranks.leave)
         self.host.closers.append(self.background_save.close)  # before anything that it uses

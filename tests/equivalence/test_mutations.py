@@ -25,7 +25,7 @@ from zero_infinity.optim.update_jobs import UnitUpdate
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unshard import Unsharder
 from zero_infinity.policy.cache_policy import CachePolicy
-from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.storage.block_io import BlockIO
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_types import Direction
 
@@ -64,7 +64,7 @@ def skips_a_write_back() -> AbstractContextManager[Any]:
     due = Counter(25)
 
     def make(submit: Any) -> Any:
-        def faulty(self: BlockStore, block: Any, direction: Any, memory: Any, priority: Any, done: Any) -> None:
+        def faulty(self: BlockIO, block: Any, direction: Any, memory: Any, priority: Any, done: Any) -> None:
             if direction is Direction.WRITE and due.is_due():
                 # Read instead of written: the home keeps what it had, and so does whoever looks there next.
                 direction, memory = Direction.READ, _scratch(memory)
@@ -72,7 +72,7 @@ def skips_a_write_back() -> AbstractContextManager[Any]:
 
         return faulty
 
-    return replaced(BlockStore, "_submit", make)
+    return replaced(BlockIO, "_submit", make)
 
 
 def _scratch(memory: memoryview) -> memoryview:
@@ -87,7 +87,7 @@ def reads_another_block() -> AbstractContextManager[Any]:
     last: dict[int, Any] = {}
 
     def make(submit: Any) -> Any:
-        def faulty(self: BlockStore, block: Any, direction: Any, memory: Any, priority: Any, done: Any) -> None:
+        def faulty(self: BlockIO, block: Any, direction: Any, memory: Any, priority: Any, done: Any) -> None:
             other = last.get(block.num_bytes)
             if direction is Direction.READ:
                 last[block.num_bytes] = block
@@ -100,12 +100,12 @@ def reads_another_block() -> AbstractContextManager[Any]:
 
         return faulty
 
-    return replaced(BlockStore, "_submit", make)
+    return replaced(BlockIO, "_submit", make)
 
 
 def reuses_buffers_that_are_referenced() -> AbstractContextManager[Any]:
     """(b) A tensor over a buffer does not keep it: it is handed on while autograd still reads it."""
-    return mock.patch.object(BufferPool, "_lease", lambda self, buffer, storage: None)
+    return mock.patch.object(BufferPool, "add_lease", lambda self, buffer, storage: None)
 
 
 def drops_a_gradient() -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from mounts import image, mounted
 
 from zero_infinity.errors import EngineClosedError, TransferError
 from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
-from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.striped_files import FileDevice
 
@@ -49,7 +49,7 @@ def test_an_error_in_the_middle_is_told_to_everyone_once_nothing_runs_any_more()
         return 0.0
 
     device = FakeDevice(latency=latency, faults=[FakeFault(errno.EIO, at_request=2)])
-    engine = QueuedIOEngine(device, 3, PAGE)
+    engine = IOEngine(device, 3, PAGE)
     engine.reserve(64 * PAGE)
     memory = mmap.mmap(-1, 8 * PAGE)
     view = memoryview(memory)
@@ -82,7 +82,7 @@ def test_an_error_in_the_middle_is_told_to_everyone_once_nothing_runs_any_more()
     assert len(heard) == 3
     assert len(device.requests) == 3
     counters = engine.counters()
-    assert (counters.queue_depth, counters.write_requests) == (0, 2)
+    assert (len(engine._workers.queue._unfinished), counters.write_requests) == (0, 2)
     engine.close()
     assert device.closed
     view.release()
@@ -98,7 +98,7 @@ def test_what_was_fully_at_the_device_when_another_failed_still_succeeds() -> No
         return 0.0
 
     device = FakeDevice(latency=latency, faults=[FakeFault(errno.EIO, offsets=range(PAGE, 2 * PAGE))])
-    engine = QueuedIOEngine(device, 2, PAGE)
+    engine = IOEngine(device, 2, PAGE)
     engine.reserve(4 * PAGE)
     good = engine.submit(WRITE, memoryview(b"g" * PAGE), 0, PREFETCH)
     wait_until(lambda: len(device.requests) == 1)
@@ -114,15 +114,15 @@ def test_what_was_fully_at_the_device_when_another_failed_still_succeeds() -> No
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (errno.EINVAL, "EINVAL.*may not allow direct I/O"),
+        (errno.EINVAL, "EINVAL.*may not support direct I/O"),
         (errno.ENOSPC, "ENOSPC.*drive is full"),
-        (errno.EBADF, "EBADF.*closed the swap file's descriptor"),
+        (errno.EBADF, "EBADF.*closed the descriptor of the swap file"),
         (errno.ENXIO, r"No such device or address \(ENXIO\)"),
     ],
 )
 @pytest.mark.parametrize("direction", [READ, WRITE])
 def test_an_errno_comes_with_a_hint(number: int, text: str, direction: Direction) -> None:
-    engine = QueuedIOEngine(FakeDevice(faults=[FakeFault(number)]))
+    engine = IOEngine(FakeDevice(faults=[FakeFault(number)]))
     engine.reserve(PAGE)
     with pytest.raises(TransferError, match=f"{direction.value} of 4.0 KiB at memory at 0 failed: .*{text}") as caught:
         engine.submit(direction, memoryview(bytearray(PAGE)), 0, PREFETCH).wait(SECONDS)
@@ -136,7 +136,7 @@ def test_a_device_that_reports_a_senseless_count_is_not_believed(moved: int, tex
         def read(self, memory: memoryview, offset: int) -> int:
             return moved
 
-    engine = QueuedIOEngine(Liar())
+    engine = IOEngine(Liar())
     engine.reserve(PAGE)
     with pytest.raises(TransferError, match=text):
         engine.submit(READ, memoryview(bytearray(PAGE)), 0, PREFETCH).wait(SECONDS)
@@ -148,7 +148,7 @@ def test_a_bug_in_a_device_reaches_who_waits() -> None:
         def read(self, memory: memoryview, offset: int) -> int:
             raise ZeroDivisionError("a bug")
 
-    engine = QueuedIOEngine(Buggy())
+    engine = IOEngine(Buggy())
     engine.reserve(PAGE)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         engine.submit(READ, memoryview(bytearray(PAGE)), 0, PREFETCH).wait(SECONDS)
@@ -161,18 +161,18 @@ def test_a_bug_in_a_device_reaches_who_waits() -> None:
 
 
 @pytest.fixture
-def striped(tmp_path: Path) -> tuple[FileDevice, QueuedIOEngine, Path]:
+def striped(tmp_path: Path) -> tuple[FileDevice, IOEngine, Path]:
     """64 KiB over two directories in stripes of 8 KiB; the second directory's path."""
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
     device = FileDevice([tmp_path / "good", tmp_path / "bad"], stripe_bytes=2 * PAGE)
-    engine = QueuedIOEngine(device)
+    engine = IOEngine(device)
     engine.reserve(16 * PAGE)
     engine.submit(WRITE, memoryview(mmap.mmap(-1, 16 * PAGE)), 0, DEMANDED).wait(SECONDS)
     return device, engine, tmp_path / "bad"
 
 
-def test_one_of_two_directories_losing_its_file_is_named(striped: tuple[FileDevice, QueuedIOEngine, Path]) -> None:
+def test_one_of_two_directories_losing_its_file_is_named(striped: tuple[FileDevice, IOEngine, Path]) -> None:
     device, engine, bad = striped
     os.ftruncate(device.descriptors[1], 0)
     memory = memoryview(mmap.mmap(-1, 16 * PAGE))
@@ -182,7 +182,7 @@ def test_one_of_two_directories_losing_its_file_is_named(striped: tuple[FileDevi
     engine.close()
 
 
-def test_one_of_two_directories_refusing_writes_is_named(striped: tuple[FileDevice, QueuedIOEngine, Path]) -> None:
+def test_one_of_two_directories_refusing_writes_is_named(striped: tuple[FileDevice, IOEngine, Path]) -> None:
     device, engine, bad = striped
     full = os.open("/dev/full", os.O_RDWR)  # every write to it: no space left on device
     os.dup2(full, device.descriptors[1], inheritable=False)
@@ -197,7 +197,7 @@ def test_one_of_two_directories_refusing_writes_is_named(striped: tuple[FileDevi
 def test_a_disk_that_fills_up_where_space_cannot_be_reserved_is_an_error_at_the_write(tmp_path: Path) -> None:
     with image(tmp_path, "ext2", 16 * MIB) as path:
         device = FileDevice(path)
-        engine = QueuedIOEngine(device)
+        engine = IOEngine(device)
         with pytest.warns(RuntimeWarning, match="cannot reserve"):
             engine.reserve(8 * MIB)
         greedy = os.open(path / "greedy", os.O_CREAT | os.O_WRONLY)
@@ -216,8 +216,8 @@ _HOLDER = """
 import mmap, sys, threading
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.striped_files import FileDevice
-from zero_infinity.storage.io_engine import QueuedEngine
-engine = QueuedEngine(FileDevice(sys.argv[1]))
+from zero_infinity.storage.io_engine import IOEngine
+engine = IOEngine(FileDevice(sys.argv[1]))
 engine.reserve(8 << 20)
 memory = mmap.mmap(-1, 8 << 20)
 engine.submit(Direction.WRITE, memoryview(memory), 0, Priority.DEMANDED).wait()
@@ -230,8 +230,8 @@ _CHECKER = """
 import mmap, os, sys
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.striped_files import FileDevice
-from zero_infinity.storage.io_engine import QueuedEngine
-engine = QueuedEngine(FileDevice(sys.argv[1]), request_bytes=64 << 10)
+from zero_infinity.storage.io_engine import IOEngine
+engine = IOEngine(FileDevice(sys.argv[1]), request_bytes=64 << 10)
 engine.reserve(1 << 20)
 memory, back = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
 for _ in range(50):

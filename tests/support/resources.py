@@ -121,7 +121,6 @@ def watch_pools(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     real_map, real_unmap = allocator.map_pages, allocator.unmap_pages
-    mapping = threading.local()
     lock = threading.Lock()
 
     def count(num_bytes: int) -> None:
@@ -130,18 +129,13 @@ def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
             watch.peak_mapped_bytes = max(watch.peak_mapped_bytes, watch.mapped_bytes)
 
     def map_pages(num_bytes: int) -> int:
-        mapping.inside = True  # it gives back its own slack, which it did not get from us
-        try:
-            address = real_map(num_bytes)
-        finally:
-            mapping.inside = False
+        address = real_map(num_bytes)
         count(num_bytes)
         return address
 
     def unmap_pages(address: int, num_bytes: int) -> None:
         real_unmap(address, num_bytes)
-        if not getattr(mapping, "inside", False):
-            count(-num_bytes)
+        count(-num_bytes)
 
     monkeypatch.setattr(allocator, "map_pages", map_pages)
     for module in (allocator, buffer_pool):

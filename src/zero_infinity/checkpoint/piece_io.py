@@ -17,7 +17,7 @@ from typing import Self
 from zero_infinity.checkpoint.directory import storage_errors
 from zero_infinity.errors import CheckpointError
 from zero_infinity.policy.sizes import ALIGNMENT, round_up
-from zero_infinity.storage.allocator import address_of, move_bytes
+from zero_infinity.storage.pages import address_of, move_bytes
 from zero_infinity.storage.swap_file import fallocate
 
 _libc = ctypes.CDLL(None, use_errno=True)

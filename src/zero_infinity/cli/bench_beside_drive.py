@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_infinity.errors import ConfigError
-from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, QueuedIOEngine
+from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOWorkload, measure, scratch_memory
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.units import parse_bytes
@@ -69,7 +69,7 @@ def backward(model: nn.Module) -> None:
 def drive_alone(directory: Path, num_bytes: int, workload: IOWorkload) -> float:
     """Bytes a second of the I/O engine with nothing else to do, on new files in `directory`."""
     device = FileDevice([str(directory)])
-    engine = QueuedIOEngine(device, NUM_THREADS, REQUEST_BYTES)
+    engine = IOEngine(device, NUM_THREADS, REQUEST_BYTES)
     try:
         num_bytes = max(2, num_bytes // REQUEST_BYTES) * REQUEST_BYTES
         device.extend(num_bytes)

@@ -22,7 +22,7 @@ from types import ModuleType
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.planner import hardware
-from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, QueuedIOEngine
+from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.units import format_rate, parse_bytes
@@ -128,7 +128,7 @@ def measure_drive(directories: list[str], num_bytes: int) -> Drive:
     def speed(workload: IOWorkload, request_bytes: int, amount: int, num_threads: int) -> IOSpeed:
         device = FileDevice(directories)
         device.extend(num_bytes)
-        engine = QueuedIOEngine(device, num_threads, request_bytes)
+        engine = IOEngine(device, num_threads, request_bytes)
         try:
             # Only what was written can be read from the drive.
             measure(engine, memory, IOWorkload.WRITE, request_bytes, amount)

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from zero_infinity.cli import fio
 from zero_infinity.errors import ConfigError
-from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, QueuedIOEngine
+from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.units import format_bytes, format_seconds, parse_bytes
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(device: FileDevice, memory: memoryview, setting: Setting, num_bytes: int) -> IOSpeed:
-    engine = QueuedIOEngine(device, setting.num_threads, setting.request_bytes)
+    engine = IOEngine(device, setting.num_threads, setting.request_bytes)
     try:
         return measure(engine, memory, setting.workload, setting.request_bytes, num_bytes)
     finally:

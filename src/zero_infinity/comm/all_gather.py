@@ -18,15 +18,16 @@ from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.policy.partition import Span
-from zero_infinity.storage.block import Block, Turn
+from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.storage.block_uses import BlockUse
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
     topic: Topic
     block: Block
-    turn: Turn
+    use: BlockUse
     dtype: torch.dtype
     spans: Sequence[Span]  # each rank's shard
 
@@ -80,6 +81,6 @@ class ParameterAllGather:
             del task
 
     def _gather(self, task: _Task) -> None:
-        with self._store.in_turn(task.block, task.turn) as memory, torch.no_grad():
+        with self._store.changing_claimed(task.block, task.use) as memory, torch.no_grad():
             self._channel.agree(task.topic)
             self._channel.gather(task.topic, [(memory.view(task.dtype)[: task.spans[-1].stop], task.spans)])

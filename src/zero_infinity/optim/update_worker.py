@@ -230,7 +230,7 @@ class UpdateWorker:
             progress.next_chunk += 1
         if progress.next_chunk == len(job.chunks):
             job.finish(self._store)
-            self._store.heap.look()  # optimizers make temporaries
+            self._store.trim_heap_if_grown()  # optimizers make temporaries
             with self._changed:
                 if self._jobs:
                     self._jobs.popleft()

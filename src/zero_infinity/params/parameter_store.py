@@ -31,7 +31,7 @@ from zero_infinity.policy.zero_stage import ZeroStage
 from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.tiers.device_cache import HostUnits, UnitSource
 from zero_infinity.tiers.host_cache import HostCache
 
@@ -66,7 +66,7 @@ class ParameterStore:
         if ranks is not None:
             ranks.trace = trace
         pool = BufferPool(budget)
-        engine = QueuedIOEngine(parts.make_device(config.nvme), trace=trace) if config.nvme else None
+        engine = IOEngine(parts.make_device(config.nvme), trace=trace) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify, trace=trace)
         self.host_cache = HostCache(self.store, pool.budget, _NO_LOOKAHEAD, self.run_trace, parts.make_policy)
         self.source: UnitSource = HostUnits(self.host_cache)

@@ -1,61 +1,26 @@
-"""What a block is: its place at home, its stays in memory and the order of its uses. Data only; `blocks` moves it."""
+"""A block: a named byte string, its place in its home, its stays in memory and its uses. Data only.
+
+`BlockMover` moves blocks, `BlockStore` is the interface to them.
+"""
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 
+from zero_infinity.errors import UsageError
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.policy.sizes import round_up
-from zero_infinity.storage.allocator import PAGE_BYTES
-from zero_infinity.storage.buffer_pool import Buffer, BufferRequest
-from zero_infinity.storage.io_types import IOTicket, Priority
+from zero_infinity.storage.block_stay import BlockStay, Residence
+from zero_infinity.storage.block_uses import BlockUses
+from zero_infinity.storage.buffer import Buffer
+from zero_infinity.storage.io_engine import IOTicket
+from zero_infinity.storage.io_types import Priority
+from zero_infinity.storage.pages import PAGE_BYTES
 from zero_infinity.units import format_bytes
 
 
-class Residence(enum.Enum):
-    """Where a block's bytes are, seen from the fast tier."""
-
-    ABSENT = "absent"  # only at home
-    QUEUED = "queued"  # waits for room
-    READING = "reading"
-    PRESENT = "present"
-
-
-class BlockStay:
-    """One stay of a block in memory, from the fetch that asks for room to the eviction that gives it back."""
-
-    __slots__ = ("buffer", "evicting", "request", "residence", "turns")
-
-    def __init__(self) -> None:
-        self.residence = Residence.QUEUED
-        self.request: BufferRequest | None = None
-        self.buffer: Buffer | None = None
-        self.turns = 0  # of workers that will use the buffer, or do so now
-        self.evicting = False
-
-
-class BlockUse(enum.Enum):
-    """What a place in the order of a block's uses is for."""
-
-    CHANGE = "change"
-    READ = "read"
-    EXPIRE = "expire"  # the content dies
-
-
-class Turn:
-    """One place in the order of a block's uses."""
-
-    __slots__ = ("claimed", "use", "visit")
-
-    def __init__(self, use: BlockUse, visit: BlockStay | None, *, claimed: bool = False) -> None:
-        self.use = use
-        self.visit = visit  # that it keeps in memory
-        self.claimed = claimed  # it belongs to one call, and is not for whichever worker comes next
-
-
 class Block:
-    """A named byte string. Its fields belong to the store and change only under the store's lock."""
+    """A named byte string. Its fields belong to the store and change only under the lock of the store."""
 
     __slots__ = (
         "checksum",
@@ -67,9 +32,9 @@ class Block:
         "num_bytes",
         "offset",
         "priority",
+        "stays",
         "ticket",
-        "turns",
-        "visits",
+        "uses",
     )
 
     def __init__(self, key: int, name: str, num_bytes: int, home: Home, offset: int | None) -> None:
@@ -77,46 +42,63 @@ class Block:
         self.name = name
         self.num_bytes = num_bytes
         self.home = home
-        self.offset = offset  # in the engine's address space; None when the home is RAM
+        self.offset = offset  # in the address space of the I/O engine; None if the home is RAM
         self.has_content = False
         self.dirty = False  # the buffer is newer than the home
-        # The first is the present one; a later one was asked for before the one before it had left.
-        self.visits: deque[BlockStay] = deque()
-        self.turns: deque[Turn] = deque()  # that have not ended, in the order in which they began
+        # The first is the current one. A later one was requested before the previous one had left.
+        self.stays: deque[BlockStay] = deque()
+        self.uses = BlockUses()
         self.ticket: IOTicket | None = None  # the read or write in flight
         self.priority = Priority.PREFETCH
         self.checksum: int | None = None
 
     def __repr__(self) -> str:
         stays = ", ".join(
-            f"{v.residence.value}{'-' * v.evicting}{f' turns={v.turns}' if v.turns else ''}" for v in self.visits
+            f"{stay.residence.value}{'-' * stay.evicting}{f' uses={stay.num_uses}' if stay.num_uses else ''}"
+            for stay in self.stays
         )
         return f"<Block {self.name} {format_bytes(self.num_bytes)}{'*' * self.dirty} {stays or 'absent'}>"
 
     @property
     def residence(self) -> Residence:
-        visit = self._present_visit()
-        return Residence.ABSENT if visit is None else visit.residence
+        stay = self._current_stay()
+        return Residence.ABSENT if stay is None else stay.residence
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of a budget when it is present."""
+        """Bytes of the memory budget that the block takes while it is present."""
         return round_up(self.num_bytes, PAGE_BYTES)
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes at home, and what one transfer of it moves."""
+        """Bytes that it takes in its home, which is also the size of one transfer."""
         return round_up(self.num_bytes)
 
     @property
     def leased(self) -> bool:
-        """Whether a tensor over its memory is alive."""
-        visit = self._present_visit()
-        return visit is not None and visit.buffer is not None and visit.buffer.leases > 0
+        """True while a tensor over its memory is alive."""
+        stay = self._current_stay()
+        return stay is not None and stay.buffer is not None and stay.buffer.leases > 0
 
-    def _present_visit(self) -> BlockStay | None:
-        # Also read without the lock, while another thread may end the last visit: so one access and no test before it.
+    @property
+    def is_idle(self) -> bool:
+        """True if it is in memory and no transfer is in flight."""
+        return self.residence is Residence.PRESENT and self.ticket is None
+
+    def present_buffer(self) -> Buffer:
+        """Its buffer; an error unless it is in memory."""
+        buffer = self.stays[0].buffer if self.residence is Residence.PRESENT else None
+        if buffer is None:
+            raise UsageError(f"block {self.name!r} is not in memory (it is {self.residence.value})")
+        return buffer
+
+    def mark_changed(self) -> None:
+        """The buffer was written to: it is newer than the home."""
+        self.dirty = self.has_content = True
+
+    def _current_stay(self) -> BlockStay | None:
+        # Also read without the lock, while another thread may end the last stay: so one access, without a test before.
         try:
-            return self.visits[0]
+            return self.stays[0]
         except IndexError:
             return None

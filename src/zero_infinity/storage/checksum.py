@@ -1,7 +1,7 @@
-"""CRC-32, as zlib has it, ten times as fast where the CPU multiplies without carries (docs/numbers.md).
+"""CRC-32 with the polynomial of zlib, ten times as fast where the CPU has carry-less multiplication (docs/numbers.md).
 
-The polynomial is zlib's, so what one computes the other checks: Intel's library (the package isal, which has wheels for
-x86-64 and ARM) is only the faster one, and zlib serves wherever there is none.
+Intel's library (the package isal, with wheels for x86-64 and ARM) gives the same values as zlib, only faster; zlib is
+the fallback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A device in memory that does what a script tells it: the twin of `FileDevice` for tests, ours and users'.
+"""An in-memory swap device with scripted behaviour, for tests of this package and of its users.
 
-Owns a bytearray and the script: how long a request takes, how much of it is moved, which request fails with which
-errno. The same script and the same order of requests always give the same outcome. It knows nothing of files.
+Owns a bytearray and the script: how long a request takes, how many of its bytes are moved, which request fails with
+which errno. The same script and order of requests always give the same outcome. It does not use files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_infinity.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """One call of `read` or `write`, as the device saw it."""
+    """One call of `read` or `write`, as the device received it."""
 
     index: int  # in order of arrival, from 0
     direction: Direction
@@ -31,14 +31,14 @@ class FakeRequest:
 
 @dataclass(frozen=True, slots=True)
 class FakeFault:
-    """A request that fails with `error_number`: every one that matches all the conditions given."""
+    """Requests that match all given conditions fail with `error_number`."""
 
     error_number: int
     at_request: int | None = None
     direction: Direction | None = None
     offsets: range | None = None
 
-    def strikes(self, request: FakeRequest) -> bool:
+    def matches(self, request: FakeRequest) -> bool:
         if self.at_request is not None and request.index != self.at_request:
             return False
         if self.direction is not None and request.direction is not self.direction:
@@ -55,11 +55,12 @@ class FakeDevice:
     at the device by blocking in them.
 
     Args:
-        latency: seconds that a request takes, or a function that gives them.
-        transfer: how many bytes of a request are moved at most (a short transfer), or a function that gives it.
+        latency: seconds that a request takes, or a function that returns them.
+        transfer: maximum number of bytes that a request moves (a short transfer), or a function that returns it.
         faults: requests that fail.
-        limit: bytes that the device can grow to, after which it is full.
-        stripe_bytes: boundaries that a request must not cross, as with several directories.
+        limit: maximum capacity in bytes; beyond it the device is full.
+        stripe_bytes: requests must not cross multiples of this, as with several directories.
+        alignment: required alignment of address, offset and length.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class FakeDevice:
     def read(self, memory: memoryview, offset: int) -> int:
         num_bytes = self._begin(Direction.READ, memory, offset)
         with self._lock:
-            # Past the end there is nothing to give, as with a file.
+            # A read past the end returns no bytes, as with a file.
             part = self._data[offset : offset + num_bytes]
             memory[: len(part)] = part
         return len(part)
@@ -143,7 +144,7 @@ class FakeDevice:
         self._closed = True
 
     def _begin(self, direction: Direction, memory: memoryview, offset: int) -> int:
-        """Record the request, let its latency pass, fail it if the script says so; else the bytes to move."""
+        """Record the request, sleep its latency, raise its fault if it has one; return the bytes to move."""
         with self._lock:
             if self._closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -153,7 +154,7 @@ class FakeDevice:
         if seconds > 0:
             time.sleep(seconds)
         for fault in self._faults:
-            if fault.strikes(request):
+            if fault.matches(request):
                 raise OSError(fault.error_number, os.strerror(fault.error_number))
         if self._transfer is None:
             return len(memory)

@@ -1,7 +1,7 @@
-"""Which byte ranges of an engine's address space are free.
+"""Free byte ranges of an address space.
 
-Best fit with coalescing; the address space grows only when no free range is large enough. Pure bookkeeping:
-it never moves a byte.
+Best fit with coalescing; the address space grows only when no free range is large enough. Bookkeeping only: it moves no
+bytes.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ from zero_infinity.policy.sizes import round_up
 
 
 class FreeExtents:
-    """Allocates offsets; `grow(num_bytes)` returns the offset of a fresh range of that size."""
+    """Allocates offsets; `grow(num_bytes)` returns the offset of a new range of that size."""
 
     def __init__(self, grow: Callable[[int], int]) -> None:
         self._grow = grow
         self._starts: list[int] = []
         self._sizes: dict[int, int] = {}
-        self.allocated_bytes = 0
 
     def allocate(self, num_bytes: int) -> int:
-        """A range of `num_bytes` rounded up to ALIGNMENT."""
+        """The offset of a range of `num_bytes`, rounded up to ALIGNMENT."""
         size = round_up(num_bytes)
         start = self._best_fit(size)
         if start is None:
             start = self._grow(size)
         else:
             self._carve(start, size)
-        self.allocated_bytes += size
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
-        """Give back what `allocate(num_bytes)` returned."""
-        self.allocated_bytes -= round_up(num_bytes)
+        """Free the range that `allocate(num_bytes)` returned."""
         self.add(start, round_up(num_bytes))
 
     def add(self, start: int, size: int) -> None:
-        """Make a range available."""
+        """Add a free range."""
         index = bisect.bisect_left(self._starts, start)
         if index < len(self._starts) and self._starts[index] == start + size:
             size += self._sizes.pop(self._starts.pop(index))

@@ -1,15 +1,15 @@
-"""The C library's heap, which holds what the engine does not: activations, and gradients on their way.
+"""The heap of the C library, which holds what blocks do not: activations, temporaries, and gradients in transit.
 
-glibc's facts:
-- It gives the top of the heap back as soon as 64 MiB of it are free (at most; less at first), and maps what is larger
-  than 32 MiB apart. Each step then takes page faults for the memory that the one before gave back: 20,000 to 50,000
-  in a GPT of 6 x 1024 in plain PyTorch, 3% of its time.
-- Small allocations nibble at the holes that tensors leave, the next tensor does not fit into them, and the heap grows
-  although no more is in use. 120 MiB of layers that are built and freed one by one leave 130 MiB resident; training
-  layers of 1 MiB adds some MiB a step.
+Facts about glibc:
+- It returns the top of the heap to the kernel as soon as 64 MiB of it are free (at most; less at first), and maps
+  allocations above 32 MiB separately. Each step then takes page faults for memory that the previous step returned:
+  20,000 to 50,000 for a GPT of 6 x 1024 in plain PyTorch, 3% of its time.
+- Small allocations are placed in the holes that tensors leave; the next tensor does not fit, and the heap grows
+  although no more of it is in use. 120 MiB of layers that are built and freed one by one leave 130 MiB resident;
+  training layers of 1 MiB adds some MiB per step.
 
-This means: the heap keeps all that it has (`keep_heap`), and holes are given back by `malloc_trim` when there is
-something to gain (`HeapWatch`), which glibc would not do by itself.
+Consequence: the heap keeps all its memory (`keep_heap`), and holes are returned by `malloc_trim` when it pays
+(`HeapTrimmer`); glibc would not do that by itself.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from zero_infinity.storage.buffer_pool import BufferPool
 
 _STATM = "/proc/self/statm"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
-# Growth of less than this is not worth a system call for every hole.
+# Less growth than this does not justify a system call per hole.
 _LEAST_GROWTH = 4 << 20
 
 
 def trim_heap() -> None:
-    """Give free memory of the heap back to the kernel, where the library can (glibc)."""
+    """Return free memory of the heap to the kernel, where the library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_heap() -> None:
-    """Let the heap keep what is freed, and serve tensors of every size, where the library can (glibc)."""
+    """Let the heap keep freed memory and serve tensors of every size, where the library can (glibc)."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_M_TRIM_THRESHOLD, -1)  # never by itself
+        set_option(_M_TRIM_THRESHOLD, -1)  # never trim automatically
         set_option(_M_MMAP_MAX, 0)
 
 
-class HeapWatch:
-    """Keeps holes in the heap from adding up.
+class HeapTrimmer:
+    """Trims the heap when holes in it add up.
 
-    What a step leaves behind free is what the next one needs: giving that back each time would cost its page faults. So
-    the heap is trimmed only when it has grown beyond what was ever in use: by more than an eighth of the budget, and by
-    more than half of what came into use since the engine began. Left alone, holes among large activations come to two
-    fifths of these and stay there; with less patience a GPT of 6 x 1024 was trimmed five times a step, and a twentieth
-    of its time went into the page faults after that.
+    Memory that one step frees is what the next step needs: returning it each time would cost its page faults. So the
+    heap is trimmed only when it has grown beyond what was ever in use by more than an eighth of the budget, and by more
+    than half of what came into use since the baseline. Untrimmed, holes among large activations reach two fifths of
+    these and stay there; with lower limits a GPT of 6 x 1024 was trimmed five times per step and spent a twentieth of
+    its time in the page faults that followed.
     """
 
     def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool  # its memory is not the heap's
+        self._pool = pool  # its memory is not part of the heap
         keep_heap()
-        # Open all the time: it is read some hundred times a step, and opening it takes longer than that.
+        # Kept open: it is read some hundred times per step, and opening it takes longer than that.
         self._statm = _open_statm()
         self.close = weakref.finalize(self, _close, self._statm)
         self.close.atexit = False
-        self._before = self._needed = self._resident_bytes()
+        self._baseline = self._needed = self._resident_bytes()
 
-    def look(self) -> None:
-        """Blocks are moving: a good moment to see whether the heap has grown."""
-        growth = max(_LEAST_GROWTH, self._pool.budget // 8, (self._needed - self._before) // 2)
+    def trim_if_grown(self) -> None:
+        """Trim if the heap has grown. Called when blocks move."""
+        growth = max(_LEAST_GROWTH, self._pool.budget // 8, (self._needed - self._baseline) // 2)
         if self._resident_bytes() > self._needed + growth:
             trim_heap()
-            # What is still there is in use: the model needs more than it did.
+            # What is still resident is in use: the model needs more than before.
             self._needed = max(self._needed, self._resident_bytes())
 
-    def begin_anew(self) -> None:
-        """What was in use until now is so no more: a model has moved out of the heap, into blocks."""
+    def reset_baseline(self) -> None:
+        """Trim, and measure growth from here: a model has moved out of the heap, into blocks."""
         trim_heap()
-        self._before = self._needed = self._resident_bytes()
+        self._baseline = self._needed = self._resident_bytes()
 
     def _resident_bytes(self) -> int:
         if self._statm is None or not self.close.alive:

@@ -1,10 +1,11 @@
-"""The asynchronous I/O engine: what callers see of it, and the checks at the door.
+"""The asynchronous I/O engine: submit transfers, wait for their tickets.
 
-Owns the threads' start and end. Which request goes next is `TransferQueue`'s business, how it gets to the device is
-`IOWorkers`'s, and where a byte lies is the device's.
+The engine is a linear address space over a `SwapDevice`. It grows by `reserve`; transfers are submitted against offsets
+in it. This module validates transfers, splits them into requests, and starts and joins the threads. The order of
+requests is decided by `IOQueue`, `IOWorkers` carries them out, and the device knows where a byte is stored.
 
-Lifetimes: a worker refers to the workshop, never to the engine, so an engine that nobody holds is collected; its
-finalizer then lets the workers do what is queued and leave.
+Lifetime: worker threads refer to `IOWorkers`, never to the engine, so an unreferenced engine is garbage collected. Its
+finalizer lets the workers finish what is queued and exit.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
-
-import numpy as np
 
 from zero_infinity.errors import ConfigError
-from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.io_queue import IORequest
+from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.storage.io_queue import IOTransfer
 from zero_infinity.storage.io_types import Direction, IOCounters, Priority
 from zero_infinity.storage.io_workers import IOWorkers
+from zero_infinity.storage.pages import address_of
 from zero_infinity.storage.swap_device import SwapDevice
 from zero_infinity.trace import Trace
 
@@ -29,8 +28,8 @@ NUM_THREADS = 4
 REQUEST_BYTES = 8 << 20
 
 
-class QueuedIOEngine:
-    """An `Engine` over any `SwapDevice`, which it owns: closing the engine closes the device."""
+class IOEngine:
+    """Asynchronous transfers over a `SwapDevice`, which the engine owns: closing the engine closes the device."""
 
     def __init__(
         self,
@@ -42,75 +41,79 @@ class QueuedIOEngine:
         if num_threads < 1:
             raise ConfigError(f"num_threads must be 1 or more, not {num_threads}")
         if request_bytes < 1 or request_bytes % ALIGNMENT:
-            raise ConfigError(f"request_bytes must be a multiple of {ALIGNMENT} above 0, not {request_bytes}")
+            raise ConfigError(f"request_bytes must be a positive multiple of {ALIGNMENT}, not {request_bytes}")
         self._request_bytes = request_bytes
         self._device = device
-        self._workshop = IOWorkers(device, num_threads, trace)
+        self._workers = IOWorkers(device, num_threads, trace)
         self._threads = [
-            threading.Thread(target=self._workshop.work, name=f"zero-infinity-io-{index}", daemon=True)
+            threading.Thread(target=self._workers.work, name=f"zero-infinity-io-{index}", daemon=True)
             for index in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
         # Not at exit: daemon threads simply end then, and the kernel frees the swap files.
-        weakref.finalize(self, self._workshop.abandon).atexit = False
+        weakref.finalize(self, self._workers.abandon).atexit = False
 
     @property
     def capacity(self) -> int:
-        """Bytes reserved so far."""
+        """Size of the address space: the bytes reserved so far."""
         return self._device.capacity
 
     def reserve(self, num_bytes: int) -> int:
-        """Grow the address space by `num_bytes`, rounded up to ALIGNMENT; the offset of the new part."""
+        """Grow the address space by `num_bytes`, rounded up to ALIGNMENT; return the offset of the new range."""
         if num_bytes < 0:
             raise ValueError(f"cannot reserve {num_bytes} bytes")
-        self._workshop.check_process()
-        with self._workshop.reserving:
-            self._workshop.queue.check_open()
+        self._workers.check_process()
+        with self._workers.resizing:
+            self._workers.queue.check_open()
             offset = self._device.capacity
             if num_bytes:
-                self._device.extend(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
+                self._device.extend(round_up(num_bytes))
         return offset
 
     def submit(
         self, direction: Direction, memory: memoryview, offset: int, priority: Priority, name: str = ""
-    ) -> QueuedTicket:
-        """Queue a transfer between `memory` and `offset`. `memory` must stay alive until the ticket is done."""
-        self._workshop.check_process()
+    ) -> IOTicket:
+        """Queue a transfer between `memory` and `offset`. `memory` must stay alive until the ticket is done.
+
+        `name` is the owner of the bytes, for the trace.
+        """
+        self._workers.check_process()
         if memory.format != "B" or memory.ndim != 1 or not memory.c_contiguous:
             memory = memory.cast("B")
         self._check(direction, memory, offset)
-        transfer = IORequest(direction, memory, offset, priority, self._split(offset, len(memory)), name)
-        self._workshop.queue.submit(transfer)
-        return QueuedTicket(self._workshop, transfer)
+        transfer = IOTransfer(direction, memory, offset, priority, self._split(offset, len(memory)), name)
+        self._workers.queue.submit(transfer)
+        return IOTicket(self._workers, transfer)
 
     def describe(self, offset: int) -> str:
-        """Where the byte at `offset` lies."""
+        """Where the byte at `offset` is stored ("/mnt/nvme/... at 4096"), for error messages."""
         return self._device.describe(offset)
 
     def counters(self) -> IOCounters:
-        """What has been done so far, as of one moment."""
-        self._workshop.check_process()
-        return self._workshop.queue.counters()
+        """A consistent snapshot of the counters."""
+        self._workers.check_process()
+        return self._workers.queue.counters()
 
     def close(self) -> None:
-        """Finish what runs, fail what waits, give back files and threads. Idempotent.
+        """Finish running transfers, fail queued ones, release files and threads. Idempotent.
 
-        Called on a worker (by a callback) it does not wait for the threads: they leave after their last request.
+        Called on a worker thread (by a completion callback) it does not join the threads: they exit after their last
+        request.
         """
-        workshop = self._workshop
-        if os.getpid() != workshop.pid:
-            # A forked child has none of the threads, and its copy of the lock may be held for ever. What it can
-            # give back is its copies of the descriptors, which would keep the parent's swap space alive.
+        workers = self._workers
+        if os.getpid() != workers.pid:
+            # A forked child has none of the threads, and its copy of the lock may be held forever. It can only close
+            # its copies of the descriptors, which would otherwise keep the parent's swap space allocated.
             self._device.close()
             return
-        workshop.settle(workshop.queue.close())
+        workers.complete(workers.queue.close())
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def _check(self, direction: Direction, memory: memoryview, offset: int) -> None:
-        """Refuse what the device would refuse later, on another thread."""
+        """Reject what the device would reject later, on another thread."""
         length = len(memory)
         if length == 0:
             raise ValueError("cannot transfer 0 bytes")
@@ -118,22 +121,20 @@ class QueuedIOEngine:
             raise ValueError("cannot read into memory that is read-only")
         if offset < 0 or offset + length > self._device.capacity:
             raise ValueError(
-                f"{direction.value} of {length} bytes at offset {offset} passes the end of the swap space, which has "
+                f"{direction.value} of {length} bytes at offset {offset} exceeds the swap space, which has "
                 f"{self._device.capacity} bytes reserved"
             )
         alignment = self._device.alignment
         if alignment > 1:
-            # numpy gives the address of read-only memory too, which ctypes does not.
-            address = np.frombuffer(memory, np.uint8).ctypes.data
-            for what, value in (("memory address", address), ("offset", offset), ("length", length)):
+            for what, value in (("memory address", address_of(memory)), ("offset", offset), ("length", length)):
                 if value % alignment:
                     raise ValueError(
                         f"{direction.value} of {length} bytes at offset {offset}: the {what} {value} is not a multiple "
-                        f"of {alignment}, which direct I/O needs"
+                        f"of {alignment}, which direct I/O requires"
                     )
 
     def _split(self, offset: int, length: int) -> list[tuple[int, int]]:
-        """Cut at the request size and at the device's boundaries."""
+        """Cut a transfer at the request size and at the device's boundaries."""
         requests: list[tuple[int, int]] = []
         stop = offset + length
         while offset < stop:
@@ -143,60 +144,55 @@ class QueuedIOEngine:
         return requests
 
 
-class QueuedTicket:
-    """One submitted transfer. When `wait` returns or `done` is true, its callbacks have run."""
+class IOTicket:
+    """One submitted transfer. Its callbacks have run when `wait` returns or `done` is true."""
 
-    __slots__ = ("_transfer", "_workshop")
+    __slots__ = ("_transfer", "_workers")
 
-    def __init__(self, workshop: IOWorkers, transfer: IORequest) -> None:
-        self._workshop = workshop
+    def __init__(self, workers: IOWorkers, transfer: IOTransfer) -> None:
+        self._workers = workers
         self._transfer = transfer
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer is complete; raise what it failed with. Raises it to DEMANDED first."""
+        """Block until the transfer is complete; raise the error if it failed. Raises its priority to DEMANDED first.
+
+        After `timeout` seconds: TimeoutError. The transfer continues.
+        """
         transfer = self._transfer
-        if not transfer.settled:
-            self._workshop.check_may_wait()
-            queue = self._workshop.queue
+        if not transfer.completed:
+            self._workers.check_may_wait()
+            queue = self._workers.queue
             queue.raise_priority(transfer, Priority.DEMANDED)
             with queue.lock:
                 if transfer.event is None:
                     transfer.event = threading.Event()
                 event = transfer.event
-                if transfer.settled:
+                if transfer.completed:
                     event.set()
             if not event.wait(timeout):
                 raise TimeoutError(f"{self!r} is not complete after {timeout} s")
         if transfer.error is not None:
-            # The same exception may be raised many times: start anew rather than pile up tracebacks. Where it
-            # came from is in its cause.
+            # The same exception may be raised many times: reset the traceback, which would otherwise grow. The origin
+            # is in its cause.
             raise transfer.error.with_traceback(None)
 
     def done(self) -> bool:
-        """Whether it is complete, well or not."""
-        return self._transfer.settled
+        """True if the transfer is complete, successfully or not. Unlike `wait` it does not raise the priority."""
+        return self._transfer.completed
 
     def raise_priority(self, priority: Priority) -> None:
-        """Let it overtake from here on; never lowers."""
-        self._workshop.check_process()
-        self._workshop.queue.raise_priority(self._transfer, priority)
-
-    def cancel(self) -> bool:
-        """Take it back if no byte of it has started (then `wait` raises CancelledError); False if too late."""
-        self._workshop.check_process()
-        transfer = self._transfer
-        if not self._workshop.queue.cancel(transfer, CancelledError(f"{self!r} was cancelled")):
-            return isinstance(transfer.error, CancelledError)
-        self._workshop.settle([transfer])
-        return True
+        """Give the transfer at least `priority`; never lowers it."""
+        self._workers.check_process()
+        self._workers.queue.raise_priority(self._transfer, priority)
 
     def add_done_callback(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Call `callback(error)` once, on the completing thread, with no engine lock held (at once if done).
+        """Call `callback(error)` once, on the completing thread, with no engine lock held (immediately if done).
 
-        An exception in it stops the engine, because whoever relies on the callback would wait for ever.
+        The callback must not wait for another transfer. An exception in it stops the engine, because whoever relies on
+        the callback would otherwise wait forever.
         """
-        self._workshop.check_process()
-        with self._workshop.queue.lock:
+        self._workers.check_process()
+        with self._workers.queue.lock:
             if not self._transfer.finished:
                 self._transfer.callbacks.append(callback)
                 return

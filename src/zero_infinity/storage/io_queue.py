@@ -1,19 +1,19 @@
-"""Which request goes next: the state of every unfinished transfer, and the rules of order and priority.
+"""The I/O scheduler: every unfinished transfer, and the rules by which requests are ordered.
 
-Owns the transfers from submission to completion. It moves no byte and starts no thread: workers take requests from
-it and bring back the outcome (queue.py).
+Owns transfers from submission to completion. It moves no bytes and starts no threads: `IOWorkers` takes requests from
+the queue and reports their outcome.
 
-The rules:
+Rules:
 
-- Requests are taken by priority, then in order of submission. A transfer is cut into requests up front but they are
-  taken one by one, so a demanded read overtakes the rest of a long write-back.
-- A transfer waits for every earlier, unfinished one that shares a byte with it, unless both are reads. The earlier
-  ones inherit its priority. A dependency is on each overlapping transfer, not only on the last of a chain, so
-  taking one back can release the later ones without a look at what it waited for itself.
-- The first failure stops everything: what has not been taken yet fails, and what runs is let finish, because the
-  kernel is still writing into its memory. A transfer is complete only when no request of it is at the device.
+- Requests run by priority, then in order of submission. A transfer is split into requests up front, but they are taken
+  one at a time, so a demanded read overtakes the rest of a long write-back.
+- A transfer waits for every earlier unfinished transfer that overlaps it, unless both are reads. The earlier transfers
+  inherit its priority. Dependencies are on every overlapping transfer, not only on the last of a chain, so aborting one
+  releases its dependents without following the chain.
+- The first failure stops the engine: requests that were not taken fail. Running requests finish, because the kernel is
+  still writing into their memory. A transfer is finished only when none of its requests is at the device.
 
-One lock guards it all, held for microseconds. Nothing that could run foreign code (callbacks) is called under it.
+One lock protects everything and is held for microseconds. Callbacks are never called under it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from zero_infinity.storage.latency import LatencyHistogram
 from zero_infinity.storage.range_index import RangeIndex
 
 
-class IORequest:
-    """The state of one transfer. Fields change only under the queue's lock."""
+class IOTransfer:
+    """The state of one transfer, which is split into requests. Fields change only under the queue's lock."""
 
     __slots__ = (
         "blockers",
         "callbacks",
+        "completed",
         "dependents",
         "direction",
         "error",
@@ -50,7 +51,6 @@ class IORequest:
         "priority",
         "requests",
         "sequence",
-        "settled",
         "stop",
     )
 
@@ -63,9 +63,9 @@ class IORequest:
         requests: list[tuple[int, int]],
         name: str = "",
     ) -> None:
-        self.name = name  # for a trace
+        self.name = name  # for the trace
         self.direction = direction
-        self.memory: memoryview | None = memory  # dropped at the end, so that a ticket keeps no buffer alive
+        self.memory: memoryview | None = memory  # dropped when finished, so that a ticket keeps no buffer alive
         self.offset = offset
         self.stop = offset + len(memory)
         self.priority = priority
@@ -73,52 +73,51 @@ class IORequest:
         self.next_request = 0
         self.in_flight = 0
         self.sequence = 0
-        self.blockers: list[IORequest] = []
+        self.blockers: list[IOTransfer] = []
         self.num_blockers = 0
-        self.dependents: list[IORequest] = []
+        self.dependents: list[IOTransfer] = []
         self.error: BaseException | None = None
-        self.finished = False  # no request of it is, or will be, at the device
-        self.settled = False  # and its callbacks have run: what waiters wait for
+        self.finished = False  # none of its requests is or will be at the device
+        self.completed = False  # finished, and its callbacks have run: what waiters wait for
         self.callbacks: list[Callable[[BaseException | None], None]] = []
-        self.event: threading.Event | None = None  # made by the first waiter
+        self.event: threading.Event | None = None  # created by the first waiter
 
 
 class IOQueue:
+    """Unfinished transfers in the order in which workers take their requests."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._heap: list[tuple[int, int, IORequest]] = []
-        self._ranges: RangeIndex[IORequest] = RangeIndex()
-        self._unfinished: dict[int, IORequest] = {}
+        self._heap: list[tuple[int, int, IOTransfer]] = []
+        self._ranges: RangeIndex[IOTransfer] = RangeIndex()
+        self._unfinished: dict[int, IOTransfer] = {}
         self._num_submitted = 0
         self._closed = False
         self._failure: BaseException | None = None
-        # A sleeping worker takes one token. SimpleQueue.put is safe even in a finalizer that interrupts our own
-        # code (a Condition is not), and costs a third of a Condition.
+        # A sleeping worker takes one token. SimpleQueue.put is reentrant, so a finalizer may call it even while it
+        # interrupts this class (a Condition is not), and it costs a third of a Condition.
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._num_asleep = 0
         self._abandoned = False
         self._num_running = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
-        self._depth = 0
-        self._max_depth = 0
         self._num_bytes = {Direction.READ: 0, Direction.WRITE: 0}
         self._num_requests = {Direction.READ: 0, Direction.WRITE: 0}
         self._latency = {Direction.READ: LatencyHistogram(), Direction.WRITE: LatencyHistogram()}
 
     def check_open(self) -> None:
-        """Raise `EngineClosedError` if nothing can be submitted any more."""
+        """Raise `EngineClosedError` if the engine no longer accepts transfers."""
         if self._closed or self._failure is not None:
             raise self._closed_error()
 
-    def submit(self, transfer: IORequest) -> None:
+    def submit(self, transfer: IOTransfer) -> None:
         with self.lock:
             self.check_open()
             transfer.sequence = self._num_submitted
             self._num_submitted += 1
-            both_read = transfer.direction is Direction.READ
             for other in self._ranges.overlapping(transfer.offset, transfer.stop):
-                if both_read and other.direction is Direction.READ:
+                if transfer.direction is other.direction is Direction.READ:
                     continue
                 other.dependents.append(transfer)
                 transfer.blockers.append(other)
@@ -126,13 +125,11 @@ class IOQueue:
             transfer.num_blockers = len(transfer.blockers)
             self._ranges.add(transfer.offset, transfer.stop, transfer.sequence, transfer)
             self._unfinished[transfer.sequence] = transfer
-            self._depth += len(transfer.requests)
-            self._max_depth = max(self._max_depth, self._depth)
             if not transfer.num_blockers:
                 self._make_ready(transfer)
 
-    def take(self) -> tuple[IORequest, int] | None:
-        """The next request: a transfer and an index into its requests. Blocks; None when there will be none."""
+    def take(self) -> tuple[IOTransfer, int] | None:
+        """The next request, as a transfer and an index into its requests. Blocks; None when the worker should exit."""
         while True:
             with self.lock:
                 taken = self._pick()
@@ -141,14 +138,15 @@ class IOQueue:
                 self._num_asleep += 1
             self._tokens.get()
 
-    def complete(self, transfer: IORequest, index: int, seconds: float, error: BaseException | None) -> list[IORequest]:
-        """Take back a request; return the transfers that have finished with it, for the caller to settle."""
-        finished: list[IORequest] = []
+    def complete(
+        self, transfer: IOTransfer, index: int, seconds: float, error: BaseException | None
+    ) -> list[IOTransfer]:
+        """Record the outcome of a request; return the transfers that finished, whose callbacks the caller runs."""
+        finished: list[IOTransfer] = []
         with self.lock:
             self._num_running -= 1
             if self._num_running == 0:
                 self._busy_seconds += perf_counter() - self._busy_since
-            self._depth -= 1
             transfer.in_flight -= 1
             if error is None:
                 self._num_bytes[transfer.direction] += transfer.requests[index][1]
@@ -161,24 +159,16 @@ class IOQueue:
                 self._finish(transfer, finished)
         return finished
 
-    def fail(self, error: BaseException) -> list[IORequest]:
-        """Stop because of `error`; return the transfers that have finished with it, for the caller to settle."""
-        finished: list[IORequest] = []
+    def fail(self, error: BaseException) -> list[IOTransfer]:
+        """Stop the engine because of `error`; return the transfers that finished, whose callbacks the caller runs."""
+        finished: list[IOTransfer] = []
         with self.lock:
             self._fail(error, finished)
         return finished
 
-    def cancel(self, transfer: IORequest, error: BaseException) -> bool:
-        """Finish `transfer` with `error` if no request of it was taken. The caller settles it then."""
-        with self.lock:
-            if transfer.finished or transfer.next_request:
-                return False
-            self._abort(transfer, error, [])
-        return True
-
-    def close(self) -> list[IORequest]:
-        """Let what has begun finish, fail the rest; return the transfers that have finished, for the caller."""
-        finished: list[IORequest] = []
+    def close(self) -> list[IOTransfer]:
+        """Let started transfers finish and fail the rest; return the transfers that finished, as `complete` does."""
+        finished: list[IOTransfer] = []
         with self.lock:
             self._closed = True
             for transfer in list(self._unfinished.values()):
@@ -188,13 +178,15 @@ class IOQueue:
         return finished
 
     def abandon(self, num_workers: int) -> None:
-        """Let workers leave once nothing is queued. Takes no lock: called by a finalizer, which may interrupt any
-        code, also ours."""
+        """Let workers exit once nothing is queued.
+
+        Takes no lock: a finalizer calls this and may interrupt any code, including code that holds the lock.
+        """
         self._abandoned = True
         for _ in range(num_workers):
             self._tokens.put(None)
 
-    def raise_priority(self, transfer: IORequest, priority: Priority) -> None:
+    def raise_priority(self, transfer: IOTransfer, priority: Priority) -> None:
         with self.lock:
             self._raise(transfer, priority)
 
@@ -207,20 +199,18 @@ class IOQueue:
                 read_requests=self._num_requests[Direction.READ],
                 write_requests=self._num_requests[Direction.WRITE],
                 busy_seconds=busy,
-                queue_depth=self._depth,
-                max_queue_depth=self._max_depth,
                 read_latency=self._latency[Direction.READ].percentiles(),
                 write_latency=self._latency[Direction.WRITE].percentiles(),
             )
 
-    # From here on the lock is held.
+    # The lock is held in everything below.
 
-    def _pick(self) -> tuple[IORequest, int] | None:
+    def _pick(self) -> tuple[IOTransfer, int] | None:
         while self._heap:
             _, _, transfer = self._heap[0]
             index = transfer.next_request
             if index == len(transfer.requests):
-                heappop(self._heap)  # all taken; or cancelled; or an old entry of one that was raised
+                heappop(self._heap)  # all taken, aborted, or a stale entry from before its priority was raised
                 continue
             transfer.next_request = index + 1
             transfer.in_flight += 1
@@ -230,7 +220,7 @@ class IOQueue:
             return transfer, index
         return None
 
-    def _make_ready(self, transfer: IORequest) -> None:
+    def _make_ready(self, transfer: IOTransfer) -> None:
         heappush(self._heap, (transfer.priority, transfer.sequence, transfer))
         self._wake(len(transfer.requests))
 
@@ -239,12 +229,12 @@ class IOQueue:
             self._num_asleep -= 1
             self._tokens.put(None)
 
-    def _raise(self, transfer: IORequest, priority: Priority) -> None:
-        """Give `transfer`, and all that it waits for, at least `priority`."""
+    def _raise(self, transfer: IOTransfer, priority: Priority) -> None:
+        """Give `transfer`, and everything it waits for, at least `priority`."""
         stack = [transfer]
         while stack:
             transfer = stack.pop()
-            # One that has the priority already has passed it on to its blockers.
+            # A transfer that already has the priority has passed it on to its blockers.
             if transfer.finished or transfer.priority <= priority:
                 continue
             transfer.priority = priority
@@ -253,23 +243,22 @@ class IOQueue:
             else:
                 heappush(self._heap, (priority, transfer.sequence, transfer))
 
-    def _fail(self, error: BaseException, finished: list[IORequest]) -> None:
+    def _fail(self, error: BaseException, finished: list[IOTransfer]) -> None:
         if self._failure is None:
             self._failure = error
         for transfer in list(self._unfinished.values()):
             if transfer.next_request < len(transfer.requests):
                 self._abort(transfer, self._closed_error(), finished)
 
-    def _abort(self, transfer: IORequest, error: BaseException, finished: list[IORequest]) -> None:
-        """Take no further request of `transfer`; it finishes when those at the device are back."""
-        self._depth -= len(transfer.requests) - transfer.next_request
+    def _abort(self, transfer: IOTransfer, error: BaseException, finished: list[IOTransfer]) -> None:
+        """Start no further request of `transfer`; it finishes when its requests at the device have returned."""
         transfer.next_request = len(transfer.requests)
         if transfer.error is None:
             transfer.error = error
         if transfer.in_flight == 0:
             self._finish(transfer, finished)
 
-    def _finish(self, transfer: IORequest, finished: list[IORequest]) -> None:
+    def _finish(self, transfer: IOTransfer, finished: list[IOTransfer]) -> None:
         transfer.finished = True
         transfer.memory = None
         transfer.blockers = []
@@ -286,7 +275,7 @@ class IOQueue:
     def _closed_error(self) -> EngineClosedError:
         if self._failure is None:
             return EngineClosedError("the I/O engine is closed")
-        # An OSError's own text would repeat errno and path, which the message has already.
+        # The text of an OSError would repeat errno and path, which are in the message already.
         reason = (isinstance(self._failure, OSError) and self._failure.strerror) or repr(self._failure)
         error = EngineClosedError(f"the I/O engine has stopped because of an earlier failure: {reason}")
         error.__cause__ = self._failure

@@ -1,4 +1,4 @@
-"""How fast an engine is: one measurement, of one workload.
+"""Measures the throughput and latency of an I/O engine for one workload.
 
 Owns the pattern of transfers and the clock. It does not choose settings and prints nothing.
 """
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_infinity.storage.io_types import Direction, IOEngine, Priority
+from zero_infinity.storage.io_engine import IOEngine
+from zero_infinity.storage.io_types import Direction, Priority
 
 
 class IOWorkload(enum.Enum):
     READ = "read"
     WRITE = "write"
-    MIXED = "mixed"  # half and half: reads from the first half, writes to the second
+    MIXED = "mixed"  # half reads from the first half of the range, half writes to the second
 
 
 @dataclass(frozen=True, slots=True)
 class IOSpeed:
     bytes_per_second: float
-    cores: float  # CPU seconds of this process, user and system, a second
+    cores: float  # CPU seconds of this process, user and system, per second
     p50_seconds: float
     p99_seconds: float
 
@@ -33,7 +34,7 @@ class IOSpeed:
 def scratch_memory(num_bytes: int) -> mmap.mmap:
     """Page-aligned private memory on huge pages, filled with noise (drives may compress or skip zeros).
 
-    Huge pages because the kernel looks up and pins every page of a direct transfer: 512 times fewer of them.
+    Huge pages because the kernel looks up and pins every page of a direct transfer: there are 512 times fewer.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -43,11 +44,11 @@ def scratch_memory(num_bytes: int) -> mmap.mmap:
 
 
 def measure(engine: IOEngine, memory: memoryview, workload: IOWorkload, request_bytes: int, num_bytes: int) -> IOSpeed:
-    """Move `num_bytes` of a new engine's address space in transfers of `request_bytes`, all of them queued at once.
+    """Transfer `num_bytes` of a new engine's address space in transfers of `request_bytes`, all queued at once.
 
-    Only a range that was written before can be read meaningfully: the kernel answers for the rest without a drive.
+    Only a range that was written before gives a meaningful read: for the rest the kernel returns zeros without a drive.
     """
-    # Transfers share the memory in turn. What lands in it does not matter, and sharing keeps it in bounds.
+    # Transfers share the memory round-robin: the contents do not matter, and sharing bounds its size.
     slots = [memory[at : at + request_bytes] for at in range(0, len(memory) - request_bytes + 1, request_bytes)]
     wall, cpu = time.perf_counter(), time.process_time()
     tickets = [

@@ -1,22 +1,34 @@
-"""How long requests took, as percentiles, in constant memory.
+"""Latency percentiles of I/O requests, in constant memory.
 
-Owns a histogram with logarithmic buckets. It takes no lock: the queue adds under its own.
+Owns a histogram with logarithmic buckets. It takes no lock: the I/O queue adds samples under its own.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import accumulate
 
-from zero_infinity.storage.io_types import Latency
-
-# 16 buckets a factor of two: a percentile is right to 2.2 %. From 1 µs (no request is faster) to over an hour.
+# 16 buckets per factor of two: percentiles are accurate to 2.2 %. The range is 1 µs (no request is faster) to over an
+# hour.
 _BUCKETS_PER_OCTAVE = 16
 _SMALLEST_SECONDS = 1e-6
 _NUM_BUCKETS = 32 * _BUCKETS_PER_OCTAVE
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Percentiles of the time from the start of a request to its end, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
 class LatencyHistogram:
+    """Counts of request durations, by logarithmic bucket."""
+
     def __init__(self) -> None:
         self._counts = [0] * _NUM_BUCKETS
         self._max = 0.0
@@ -32,7 +44,7 @@ class LatencyHistogram:
         return Latency(self._percentile(0.50), self._percentile(0.90), self._percentile(0.99), self._max)
 
     def _percentile(self, fraction: float) -> float:
-        """The middle of the bucket that holds the request of this rank; 0 without requests."""
+        """The middle of the bucket that contains this rank; 0 without samples."""
         total = sum(self._counts)
         rank = max(1, math.ceil(total * fraction))
         for index, seen in enumerate(accumulate(self._counts)):

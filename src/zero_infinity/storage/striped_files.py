@@ -1,8 +1,8 @@
-"""Swap space over one or several directories, striped.
+"""Swap space striped over one or several directories.
 
-Owns the map from an address to a file and an offset in it: stripe 0 lies in the first directory, stripe 1 in the
-second and so on in turn (RAID 0), so that a large transfer keeps every drive busy. What one file is and how its
-space is reserved is `SwapFile`'s business; who transfers what and when is the queue's.
+Owns the mapping from an address to a file and an offset in it: stripe 0 is in the first directory, stripe 1 in the
+second, and so on round-robin (RAID 0), so that a large transfer keeps every drive busy. `SwapFile` creates each file
+and reserves its space; the I/O engine decides what is transferred when.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from zero_infinity.policy.sizes import ALIGNMENT
 from zero_infinity.storage.swap_device import UNLIMITED
 from zero_infinity.storage.swap_file import SwapFile
 
-# As large as the queue's requests: a smaller stripe would cut every request in two for nothing, and a larger one
+# As large as a request of the I/O engine: a smaller stripe would split every request without benefit, and a larger one
 # would leave drives idle in a transfer of a few requests.
 STRIPE_BYTES = 8 << 20
 
 
 class FileDevice:
-    """A `Device` over nameless files, one in each of `paths`."""
+    """A `SwapDevice` over unnamed files, one in each of `paths`."""
 
     def __init__(
         self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, stripe_bytes: int = STRIPE_BYTES
     ) -> None:
         directories = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not directories:
-            raise ConfigError("nvme names no directory; give a path or several")
+            raise ConfigError("nvme names no directory\n  fix:   set nvme to a path or a list of paths")
         if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
-            raise ConfigError(f"stripe_bytes must be a multiple of {ALIGNMENT} above 0, not {stripe_bytes}")
+            raise ConfigError(f"stripe_bytes must be a positive multiple of {ALIGNMENT}, not {stripe_bytes}")
         self._stripe_bytes = stripe_bytes
         self._capacity = 0
         self._files: list[SwapFile] = []
         try:
             for directory in directories:
                 self._files.append(SwapFile(directory))
-        except BaseException:  # also a RuntimeWarning that a filter has turned into an error
+        except BaseException:  # also a RuntimeWarning that a warning filter turns into an error
             self.close()
             raise
         self._alignment = ALIGNMENT if any(file.direct for file in self._files) else 1
@@ -52,12 +52,12 @@ class FileDevice:
 
     @property
     def direct(self) -> bool:
-        """Whether every directory has direct I/O."""
+        """True if every directory supports direct I/O."""
         return all(file.direct for file in self._files)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The files' descriptors, in stripe order: for tools that look at the same file (/proc/self/fd/N)."""
+        """File descriptors in stripe order, for tools that open the same file (/proc/self/fd/N)."""
         return tuple(file.descriptor for file in self._files)
 
     def extend(self, num_bytes: int) -> None:
@@ -69,7 +69,7 @@ class FileDevice:
                 if new > old:
                     file.grow(new)
                     grown.append((file, old))
-        except (StorageError, RuntimeWarning):  # the latter where a filter makes it an error
+        except (StorageError, RuntimeWarning):  # the latter where a warning filter turns it into an error
             for file, size in grown:
                 file.cut(size)
             raise
@@ -105,7 +105,7 @@ class FileDevice:
         return files[index], row * self._stripe_bytes + within
 
     def _file_size(self, index: int, capacity: int) -> int:
-        """How much of `capacity` bytes lies in file `index`."""
+        """How many of `capacity` bytes are in file `index`."""
         num_stripes, rest = divmod(capacity, self._stripe_bytes)
         rows, last = divmod(num_stripes, len(self._files))
         if index < last:

@@ -1,44 +1,48 @@
-"""What the I/O queue asks of the thing that really moves bytes: one protocol, and nothing that moves a byte.
+"""The interface between the I/O engine and the storage that moves the bytes.
 
-A device is a linear address space with synchronous positional transfers, like a file with `pread` and `pwrite`.
-It is called from several worker threads at once. It does not know about priorities, order or tickets: that two
-requests at the same bytes never run together is the queue's promise.
+A device is a linear address space with synchronous positional transfers, like a file with `pread` and `pwrite`. It is
+called from several worker threads at once. It does not know about priorities, order or tickets: the I/O queue
+guarantees that conflicting requests for the same bytes never run at the same time.
+
+Implementations: `FileDevice` (striped_files), `ThrottledDevice`, `FakeDevice`.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-# For `SwapDevice.max_request`: no boundary ahead that a request must not cross.
+# Returned by `SwapDevice.max_request` if a request may have any size.
 UNLIMITED = 1 << 62
 
 
 class SwapDevice(Protocol):
+    """Storage for swapped blocks."""
+
     @property
     def capacity(self) -> int:
         """Bytes reserved so far."""
 
     @property
     def alignment(self) -> int:
-        """What address, offset and length of a transfer must be multiples of; 1 where anything goes."""
+        """Address, offset and length of a transfer must be multiples of this; 1 if there is no restriction."""
 
     def extend(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` more, or raise `SwapSpaceError` and leave everything as it was.
+        """Reserve `num_bytes` more, or raise `SwapSpaceError` and change nothing.
 
-        Never called by two threads at once, but while transfers run.
+        Never called by two threads at once, but possibly while transfers run.
         """
 
     def read(self, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from `offset`; return the bytes moved, which may be fewer. Raises OSError."""
+        """Fill `memory` from `offset`; return the number of bytes moved, which may be smaller. Raises OSError."""
 
     def write(self, memory: memoryview, offset: int) -> int:
-        """Store `memory` at `offset`; return the bytes moved, which may be fewer. Raises OSError."""
+        """Store `memory` at `offset`; return the number of bytes moved, which may be smaller. Raises OSError."""
 
     def max_request(self, offset: int) -> int:
-        """Bytes from `offset` on that one request may cover (up to the end of a stripe), or UNLIMITED."""
+        """The largest request that may start at `offset` (up to the end of a stripe), or UNLIMITED."""
 
     def describe(self, offset: int) -> str:
-        """Where the byte at `offset` lies, for error messages."""
+        """Where the byte at `offset` is stored, for error messages."""
 
     def close(self) -> None:
-        """Give everything back. Called once no transfer runs; idempotent."""
+        """Release all resources. Called when no transfer runs. Idempotent."""

@@ -1,21 +1,22 @@
-"""One nameless file in one directory, with its space reserved: what a piece of swap space is made of.
+"""A swap file: one unnamed file in one directory, with its space reserved.
 
-Owns the file descriptor, the reservation and the choice between direct and buffered I/O. It does not know that
-other directories may hold the next stripe, nor what the bytes mean.
+Owns the file descriptor, the reservation and the choice between direct and buffered I/O. It does not know about
+striping over directories, nor what the bytes mean.
 
-Facts about Linux that decide the code:
+Linux facts that decide the code:
 
-- A file made with O_TMPFILE never has a name: it cannot meet another run's, nobody else can open it by path, and
-  the kernel frees it with the last descriptor, also after kill -9. File systems without it (NFS, FAT) say
-  EOPNOTSUPP, old kernels EISDIR; there we make a 0700 directory, a file in it, and remove both names at once.
-- O_DIRECT keeps gigabytes of swap out of the page cache and saves one copy. A file system without it says EINVAL:
-  most when the flag is set, some only at the first transfer, so one page is really written and read back.
-  Setting the flag by fcntl after the open avoids that open(O_CREAT | O_DIRECT) fails *and* leaves the file.
-- fallocate(2) takes the blocks before anything is written, so a full disk shows here and not in the middle of a
-  step. glibc's posix_fallocate (os.posix_fallocate) hides its absence: it writes a byte into every block, which is
-  EINVAL on an O_DIRECT descriptor (seen on ext2) and a full slow write elsewhere. So fallocate is called itself.
-- fallocate that runs out of space half-way may leave what it got so far (ext4): cut the file back.
-- POSIX_FADV_DONTNEED drops clean pages and starts the write-out of dirty ones: a later call finds them clean.
+- A file opened with O_TMPFILE never has a name: it cannot collide with another run's file, nobody can open it by path,
+  and the kernel frees it with the last descriptor, also after kill -9. File systems without it (NFS, FAT) return
+  EOPNOTSUPP, old kernels EISDIR; there a file is created in a new 0700 directory, and both names are removed at once.
+- O_DIRECT keeps gigabytes of swap out of the page cache and saves a copy. File systems without it return EINVAL: most
+  when the flag is set, some only at the first transfer, so one page is written and read back. The flag is set by fcntl
+  after the open, because a failing open(O_CREAT | O_DIRECT) leaves the file behind.
+- fallocate(2) allocates the blocks before anything is written, so a full disk is an error here and not in the middle of
+  a step. glibc's posix_fallocate (os.posix_fallocate) emulates it where it is missing: it writes a byte into every
+  block, which is EINVAL on an O_DIRECT descriptor (seen on ext2) and a slow full write elsewhere. So fallocate is
+  called directly.
+- fallocate that runs out of space may keep what it allocated so far (ext4), so the file is truncated again.
+- POSIX_FADV_DONTNEED drops clean pages and starts write-out of dirty ones: a later call finds them clean.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SwapFile:
-    """A private file in `directory` that is gone when it is closed or when the process ends, however it ends."""
+    """A private file in `directory`, freed when it is closed or when the process ends, however it ends."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
         self._size = 0
         self._reserves = True
         try:
-            self._fd = _open_nameless(self.directory)
+            self._fd = _open_unnamed(self.directory)
         except OSError as error:
             raise _refusal(self.directory, error) from error
-        # Without an explicit close (a failed start, a test) the descriptor must still not leak. Not at exit: the
-        # kernel closes it then, and a worker may be in the middle of a transfer.
+        # The descriptor must not leak without an explicit close (a failed start, a test). Not at exit: the kernel then
+        # closes it, and a worker may be in the middle of a transfer.
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         self._finalizer.atexit = False
         try:
@@ -64,7 +65,7 @@ class SwapFile:
         if not self.direct:
             warnings.warn(
                 f"nvme={self.directory!r}: this file system has no direct I/O (O_DIRECT), so swap goes through the "
-                f"page cache: slower, and memory use shows as cache. A local ext4, XFS or btrfs directory avoids it",
+                f"page cache: slower, and counted as cache. A local ext4, XFS or btrfs directory avoids it",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -79,12 +80,12 @@ class SwapFile:
         return self._fd
 
     def free_bytes(self) -> int:
-        """What the file system still has to give to an ordinary user."""
+        """Free bytes of the file system for an unprivileged user."""
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
     def grow(self, size: int) -> None:
-        """Reserve everything up to `size`, or raise `SwapSpaceError` and keep the old size."""
+        """Grow to `size` with all space reserved, or raise `SwapSpaceError` and keep the old size."""
         free = self.free_bytes()
         try:
             if not self._reserves or not fallocate(self._fd, self._size, size - self._size):
@@ -95,7 +96,7 @@ class SwapFile:
         self._size = size
 
     def cut(self, size: int) -> None:
-        """Give back what lies past `size`."""
+        """Shrink to `size`."""
         os.ftruncate(self._fd, size)
         self._size = size
 
@@ -115,22 +116,22 @@ class SwapFile:
         self._finalizer()
 
     def _grow_unreserved(self, size: int, free: int) -> None:
-        """Without fallocate: a sparse file, if there is room as of now."""
-        # A file system of no blocks at all (ramfs, some network ones) does not say how much it holds.
+        """Without fallocate: a sparse file, if there is enough free space now."""
+        # File systems that report no blocks at all (ramfs, some network ones) do not report free space either.
         if size - self._size > free and os.fstatvfs(self._fd).f_blocks:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._reserves:
             self._reserves = False
-            warnings.warn(  # before anything changes: a filter may make it an error
-                f"nvme={self.directory!r}: this file system cannot reserve space (fallocate), so if something else "
-                f"fills it, training stops with 'No space left on device'. A local ext4, XFS or btrfs avoids it",
+            warnings.warn(  # before anything changes: a warning filter may turn it into an error
+                f"nvme={self.directory!r}: this file system cannot reserve space (fallocate): if something else fills "
+                f"it, training stops with 'No space left on device'. A local ext4, XFS or btrfs directory avoids it",
                 RuntimeWarning,
                 stacklevel=4,
             )
         os.ftruncate(self._fd, size)
 
 
-def _open_nameless(directory: str) -> int:
+def _open_unnamed(directory: str) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -147,7 +148,7 @@ def _open_nameless(directory: str) -> int:
 
 
 def _remove_empty(directory: str) -> None:
-    """NFS keeps an open file under a new name (.nfs...) until it is closed, so there an empty directory stays."""
+    """Remove the directory. NFS keeps an open file under a new name (.nfs...), so there the directory stays."""
     try:
         os.rmdir(directory)
     except OSError as error:
@@ -156,7 +157,7 @@ def _remove_empty(directory: str) -> None:
 
 
 def _enable_direct(descriptor: int) -> bool:
-    """Turn on O_DIRECT and try it with one page; False, and off again, where the file system has none."""
+    """Set O_DIRECT and test it with one page; False, with the flag cleared, if the file system does not support it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with mmap.mmap(-1, ALIGNMENT) as page:
         try:
@@ -174,7 +175,7 @@ def _enable_direct(descriptor: int) -> bool:
 
 
 def fallocate(descriptor: int, offset: int, num_bytes: int) -> bool:
-    """Reserve the range; False where the file system cannot."""
+    """Reserve the range; False if the file system cannot."""
     while _libc.fallocate(descriptor, 0, offset, num_bytes) != 0:
         number = ctypes.get_errno()
         if number in _NO_FALLOCATE:
@@ -193,7 +194,7 @@ def _no_room(directory: str, needed: int, free: int, error: OSError) -> SwapSpac
 
 
 def _refusal(directory: str, error: OSError) -> SwapSpaceError:
-    """Why no file could be made in `directory`, and what to do."""
+    """The error for a directory in which no swap file can be created."""
     setting = f"nvme={directory!r}"
     match error.errno:
         case errno.ENOENT:

@@ -1,9 +1,9 @@
-"""A device behind a slow link: what a slower drive, a network file system or an emulated accelerator would do.
+"""A device slowed to a given bandwidth and latency, to emulate a slower drive, a network or an accelerator's link.
 
-Owns the link's time table. It moves no byte itself: the device below does, and the caller is then held until the
-link would have delivered. Requests queue on the one link, in both directions together, so any number of threads
-gets the given bandwidth in all. Latency is the way there and back: it adds to every request but not to the link's
-occupation, so it can be hidden by more requests in flight, as with a real drive.
+Owns the schedule of the link. The wrapped device moves the bytes, and the caller then sleeps until the link would have
+delivered them. Requests of both directions queue on the one link, so all threads together get the given bandwidth.
+Latency is the round trip: it adds to every request but does not occupy the link, so more requests in flight hide it, as
+with a real drive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zero_infinity.storage.swap_device import SwapDevice
 
 
 class ThrottledDevice:
-    """`device`, slowed to `bytes_per_second` and `latency_seconds` a request."""
+    """`device`, slowed to `bytes_per_second` and `latency_seconds` per request."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class ThrottledDevice:
         self._device.close()
 
     def _deliver(self, began: float, num_bytes: int) -> None:
-        """Hold the caller until the link has carried `num_bytes`, after all that it was given before."""
+        """Sleep until the link has transferred `num_bytes`, after all earlier requests."""
         with self._lock:
-            # The device's own time counts: the link was free to carry these bytes since `began`. And the table is
-            # kept in absolute times, so that a sleep that overshoots is not paid again by the next request.
+            # The time that the device itself took counts: the link could transfer these bytes since `began`. The
+            # schedule is in absolute time, so that a sleep that overshoots does not delay the next request too.
             self._link_free_at = max(self._link_free_at, began) + num_bytes / self._bytes_per_second
             due = self._link_free_at + self._latency_seconds
         remaining = due - self._clock()

@@ -5,7 +5,7 @@ Everything above works with `ComputeDevice`: memory for copies of parameters, an
 - `EmulatedAccelerator`: the CPU playing an accelerator with memory of its own behind a slow link, so that three tiers
   and their overlap can be tested and measured without one.
 - `TorchAccelerator`: a real one, through `torch.accelerator` and device-generic streams and events. Copies run on a
-  stream of their own from pinned memory; the computing stream waits for their event, the host does not.
+  stream of their own, and the computing stream waits for their event. Host memory is pageable, not pinned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 
 from zero_infinity._torch import num_storage_uses
-from zero_infinity.storage.buffer_pool import Buffer, BufferPool
+from zero_infinity.storage.buffer import Buffer
+from zero_infinity.storage.buffer_pool import BufferPool
 
 
 class DeviceMemory(Protocol):

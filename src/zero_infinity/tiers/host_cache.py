@@ -108,7 +108,7 @@ class HostCache:
             for key in decision.fetch:
                 self.store.fetch(self._blocks[key], Priority.DEMANDED if key == block.key else Priority.PREFETCH)
         if decision.fetch:
-            self.store.heap.look()
+            self.store.trim_heap_if_grown()
 
     def wait(self, block: Block) -> None:
         """Wait until an accessed block is in memory and no worker is going to change it."""
@@ -138,7 +138,7 @@ class HostCache:
         """A step is over. `same_order`: the next one is expected to use blocks in the same order."""
         with self._lock:
             self.policy.end_cycle(same_order=same_order)
-        self.store.heap.look()
+        self.store.trim_heap_if_grown()
 
     @contextmanager
     def pinned(self, block: Block) -> Iterator[None]:

@@ -1,127 +1,70 @@
-"""Mapping, unmapping and the free list, checked against what /proc/self says about this process."""
+"""The free list over mapped memory, checked against what /proc/self says about this process."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-from pathlib import Path
 
 import pytest
+from support.mappings import mapped_of
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.sizes import HUGE_PAGE_BYTES
 from zero_infinity.storage import allocator
-from zero_infinity.storage.allocator import PAGE_BYTES, Arena, Pinning, map_pages, unmap_pages, view_memory
+from zero_infinity.storage.allocator import Arena
+from zero_infinity.storage.pages import PAGE_BYTES, map_pages, view_memory
+from zero_infinity.storage.pinning import Pinning
 
 MIB = 1 << 20
 NO_LIMIT = 1 << 40
-THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def mapped_of(address: int, num_bytes: int) -> int:
-    """How many bytes of the range are mapped in this process."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(part, 16) for part in line.split()[0].split("-"))
-        total += max(0, min(end, address + num_bytes) - max(start, address))
-    return total
+@pytest.fixture
+def system_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the mapping calls so far."""
+    calls: list[str] = []
+
+    def count(name: str) -> None:
+        real = getattr(allocator, name)
+
+        def counted(*args: int) -> object:
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(allocator, name, counted)
+
+    count("map_pages")
+    count("unmap_pages")
+    return calls
 
 
-def smaps_at(address: int) -> dict[str, str]:
-    """What the kernel says about the mapping that holds `address`."""
-    found: dict[str, str] = {}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(header[1], 16) <= address < int(header[2], 16)
-        elif inside:
-            key, _, value = line.partition(":")
-            found[key] = value
-    return found
-
-
-@pytest.mark.parametrize("num_bytes", [PAGE_BYTES, MIB, 2 * MIB, 3 * MIB + PAGE_BYTES, 16 * MIB])
-def test_mapped_memory_is_zero_writable_and_exactly_as_large_as_asked(num_bytes: int) -> None:
-    address = map_pages(num_bytes)
-    assert address % (HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES) == 0
-    assert mapped_of(address, num_bytes) == num_bytes
-    view = view_memory(address, num_bytes)
-    assert (view[0], view[-1], view.readonly, len(view), view.format) == (0, 0, False, num_bytes, "B")
-    view[-1] = 7
-    assert view[-1] == 7
-    unmap_pages(address, num_bytes)
-    assert mapped_of(address, num_bytes) == 0
-
-
-def test_any_range_of_pages_can_be_unmapped() -> None:
-    address = map_pages(4 * MIB)
-    ctypes.memset(address, 5, 4 * MIB)
-    unmap_pages(address + MIB, PAGE_BYTES)
-    assert mapped_of(address, 4 * MIB) == 4 * MIB - PAGE_BYTES
-    view = view_memory(address, 4 * MIB)
-    assert view[MIB - 1] == view[MIB + PAGE_BYTES] == 5  # the neighbours keep their bytes
-    unmap_pages(address, 4 * MIB)
-
-
-def test_mapping_leaves_no_slack_behind() -> None:
-    def virtual_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
-
-    before = virtual_bytes()
-    addresses = [map_pages(3 * MIB) for _ in range(20)]
-    assert virtual_bytes() - before == 60 * MIB
-    for address in addresses:
-        unmap_pages(address, 3 * MIB)
-    assert virtual_bytes() == before
-
-
-def test_refusal_names_the_numbers() -> None:
-    with pytest.raises(CapacityError, match=r"refused to map 1,152,921,504,606,846,976 bytes.*free\)\n  fix:"):
-        map_pages(1 << 60)
-
-
-def test_large_mappings_get_huge_pages() -> None:
-    if not THP_SETTING.exists() or "[never]" in THP_SETTING.read_text():
-        pytest.skip("transparent huge pages are off on this machine")
-    address = map_pages(64 * MIB)
-    ctypes.memset(address, 1, 64 * MIB)
-    facts = smaps_at(address)
-    unmap_pages(address, 64 * MIB)
-    assert "hg" in facts["VmFlags"].split()  # advised, also when there was none to give
-    huge = int(facts["AnonHugePages"].split()[0]) * 1024
-    if huge == 0:
-        pytest.skip("the kernel had no free huge page")
-    assert huge >= 32 * MIB  # some may be missing when memory is fragmented
-
-
-def test_freed_ranges_are_used_again_best_fit_first() -> None:
+def test_freed_ranges_are_used_again_best_fit_first(system_calls: list[str]) -> None:
     arena = Arena()
     a, b, c, d = (arena.take(n, limit=NO_LIMIT) for n in (8 * MIB, 2 * MIB, 4 * MIB, 2 * MIB))
     arena.give(a, 8 * MIB)
     arena.give(c, 4 * MIB)
-    remaps = arena.num_remaps
+    system_calls.clear()
     assert arena.take(3 * MIB, limit=NO_LIMIT) == c
     assert arena.take(5 * MIB, limit=NO_LIMIT) == a
-    assert arena.num_remaps == remaps
+    assert system_calls == []
     assert len({a, b, c, d}) == 4
 
 
-def test_neighbours_coalesce_also_across_mappings() -> None:
+def test_neighbours_coalesce_also_across_mappings(system_calls: list[str]) -> None:
     arena = Arena()
     addresses = sorted(arena.take(2 * MIB, limit=NO_LIMIT) for _ in range(8))
     if addresses != list(range(addresses[0], addresses[0] + 16 * MIB, 2 * MIB)):
         pytest.skip("the kernel did not place the mappings side by side")
     for index in (0, 2, 4, 6, 1, 3, 5, 7):
         arena.give(addresses[index], 2 * MIB)
-    remaps = arena.num_remaps
+    system_calls.clear()
     assert arena.take(16 * MIB, limit=NO_LIMIT) == addresses[0]
-    assert arena.num_remaps == remaps
+    assert system_calls == []
 
 
-def test_small_takes_share_one_mapping() -> None:
+def test_small_takes_share_one_mapping(system_calls: list[str]) -> None:
     arena = Arena()
     addresses = [arena.take(PAGE_BYTES, limit=NO_LIMIT) for _ in range(512)]
-    assert arena.num_remaps == 1
+    assert system_calls == ["map_pages"]
     assert len(set(addresses)) == 512
     assert arena.mapped_bytes == HUGE_PAGE_BYTES
 
@@ -150,12 +93,13 @@ def scattered_huge_pages(arena: Arena) -> tuple[list[int], list[int]]:
     return pages[::2], pages[1::2]
 
 
-def test_free_huge_pages_are_moved_side_by_side_with_their_bytes() -> None:
+def test_free_huge_pages_are_moved_side_by_side_with_their_bytes(system_calls: list[str]) -> None:
     arena = Arena()
     used, free = scattered_huge_pages(arena)
-    remaps, mapped = arena.num_remaps, arena.mapped_bytes
+    mapped = arena.mapped_bytes
+    system_calls.clear()
     whole = arena.take(12 * MIB + PAGE_BYTES, limit=32 * MIB)
-    assert (arena.num_remaps, arena.mapped_bytes) == (remaps, mapped)
+    assert (system_calls, arena.mapped_bytes) == ([], mapped)
     assert sorted(view_memory(whole, 14 * MIB)[::HUGE_PAGE_BYTES]) == [1, 3, 5, 7, 9, 11, 13]  # moved, not fresh
     assert [view_memory(page, HUGE_PAGE_BYTES)[-1] for page in used] == list(range(0, 16, 2))
     assert sum(mapped_of(page, HUGE_PAGE_BYTES) for page in free) == HUGE_PAGE_BYTES
@@ -172,13 +116,13 @@ def test_a_kernel_that_moves_no_more_pages_costs_page_faults_only(
 ) -> None:
     arena = Arena()
     used, free = scattered_huge_pages(arena)
-    real, moved = allocator._move_huge_page, []
+    real, moved = allocator.move_huge_page, []
 
     def move(source: int, destination: int) -> bool:
         moved.append(source)
         return len(moved) <= num_moved and real(source, destination)
 
-    monkeypatch.setattr(allocator, "_move_huge_page", move)
+    monkeypatch.setattr(allocator, "move_huge_page", move)
     whole = arena.take(16 * MIB, limit=32 * MIB)
     assert len(moved) == num_moved + 1
     assert arena.mapped_bytes == 32 * MIB
@@ -187,16 +131,16 @@ def test_a_kernel_that_moves_no_more_pages_costs_page_faults_only(
     assert not any(mapped_of(page, HUGE_PAGE_BYTES) for page in free if not whole <= page < whole + 16 * MIB)
 
 
-def test_shrink_cuts_on_huge_page_borders() -> None:
+def test_shrink_cuts_on_huge_page_borders(system_calls: list[str]) -> None:
     arena = Arena()
     arena.give(arena.take(16 * MIB, limit=NO_LIMIT), 16 * MIB)
     arena.shrink(16 * MIB - 1)
     assert arena.mapped_bytes == 14 * MIB
     arena.shrink(5 * MIB)
     assert arena.mapped_bytes == 4 * MIB
-    remaps = arena.num_remaps
+    system_calls.clear()
     assert arena.take(4 * MIB, limit=4 * MIB) % HUGE_PAGE_BYTES == 0
-    assert arena.num_remaps == remaps
+    assert system_calls == []
 
 
 class FakePinning:

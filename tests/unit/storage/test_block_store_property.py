@@ -7,6 +7,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.blocks import flush_blocks, read_block, write_block
 
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
-from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.swap_device import SwapDevice
 from zero_infinity.storage.throttled_device import ThrottledDevice
@@ -85,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**16))
     def begin(self, seed: int) -> None:
-        self.store = BlockStore(self.pool, QueuedIOEngine(self.device(seed), 2), verify=self.verify)
+        self.store = BlockStore(self.pool, IOEngine(self.device(seed), 2), verify=self.verify)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -116,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
     def access_and_read(self, block: Block) -> torch.Tensor:
         self.access(block)
         self.calm()
-        return self.store.read(block)
+        return read_block(self.store, block)
 
     def work(self) -> None:
         """Do what was promised first."""
@@ -162,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.access(block)
         self.calm()
         self.blocks[block] = self.next_value()
-        self.store.write(block, pattern(self.last_value, block.num_bytes))
+        write_block(self.store, block, pattern(self.last_value, block.num_bytes))
 
     @precondition(lambda self: any(v is not None for v in self.blocks.values()))
     @rule(data=st.data(), keep=st.booleans())
@@ -225,14 +227,14 @@ class StoreMachine(RuleBasedStateMachine):
     def flush(self, data: st.DataObject) -> None:
         block = self.any_block(data)
         self.calm()
-        self.store.flush([block])
+        flush_blocks(self.store, block)
         assert not block.dirty
 
     @invariant()
     def the_budget_holds(self) -> None:
         assert self.pool.violations == []
-        with self.store._changed:
-            buffers = [v.buffer for b in self.blocks for v in b.visits if v.buffer is not None]
+        with self.store._monitor.lock:
+            buffers = [v.buffer for b in self.blocks for v in b.stays if v.buffer is not None]
             assert sum(buffer.num_bytes for buffer in buffers) <= self.pool.held_bytes <= self.budget
             assert len({buffer.address for buffer in buffers}) == len(buffers)
 
@@ -273,14 +275,16 @@ class Storm:
         self.seed = seed
         self.num_operations = num_operations
         self.pool = WatchedPool(self.num_threads * self.share)
-        self.store = BlockStore(self.pool, QueuedIOEngine(device, 3), verify=True)
+        self.store = BlockStore(self.pool, IOEngine(device, 3), verify=True)
         source = random.Random(seed)
         self.common = [self.store.create(f"c{i}", source.randint(1, 3 * PAGE), Home.NVME) for i in range(4)]
         for value, block in enumerate(self.common):
-            self.store.write(block, pattern(value, block.num_bytes))
-        self.store.flush(self.common)
+            write_block(self.store, block, pattern(value, block.num_bytes))
+        flush_blocks(self.store, *self.common)
         for block in self.common:
             self.store.evict(block)
+        # One thread at a time decides about a common block: fetching it, and evicting it.
+        self.deciding = threading.Lock()
         self.errors: list[str] = []
 
     def run(self) -> None:
@@ -318,14 +322,14 @@ class Storm:
                     assert torch.equal(tensor, pattern(value, leased.num_bytes)), f"{leased} was changed under a lease"
                     del tensor
                 elif fetched:
-                    self.store.evict(fetched.pop(source.randrange(len(fetched))))
+                    self._evict(fetched.pop(source.randrange(len(fetched))))
             expected = values[block]
             kind = source.random()
             # A lease is a view, not a copy: what is leased is not changed (nor expired, to be written anew).
             mine = block in own and all(k[0] is not block for k in kept)
             if expected is None or (kind < 0.4 and mine):
                 values[block] = operation
-                self.store.write(block, pattern(operation, block.num_bytes))
+                write_block(self.store, block, pattern(operation, block.num_bytes))
             elif kind < 0.45 and mine:
                 values[block] = None
                 self.store.expire(block)
@@ -333,7 +337,7 @@ class Storm:
                     fetched.remove(block)
                 continue
             else:
-                tensor = self.store.read(block)
+                tensor = self._read(block)
                 assert torch.equal(tensor, pattern(expected, block.num_bytes)), f"{block} is not {expected}"
                 if source.random() < 0.3:
                     kept.append((block, tensor, expected))
@@ -341,14 +345,22 @@ class Storm:
             if block in fetched:
                 fetched.remove(block)
             if source.random() < 0.3:
-                self.store.evict(block)
+                self._evict(block)
             else:
                 fetched.append(block)
         kept.clear()
         for block in fetched:
-            self.store.evict(block)
+            self._evict(block)
         for block in own:
             self.store.drop(block)
+
+    def _read(self, block: Block) -> torch.Tensor:
+        with self.deciding if block in self.common else nullcontext():
+            return read_block(self.store, block)
+
+    def _evict(self, block: Block) -> None:
+        with self.deciding if block in self.common else nullcontext():
+            self.store.evict(block)
 
 
 DEVICES: dict[str, Callable[[Path], SwapDevice]] = {

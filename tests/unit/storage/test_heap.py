@@ -6,7 +6,7 @@ import pytest
 
 from zero_infinity.storage import heap
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.heap import HeapWatch
+from zero_infinity.storage.heap import HeapTrimmer
 
 MIB = 1 << 20
 
@@ -18,7 +18,7 @@ class Heap:
         self.size = self.used = 100 * MIB
         self.num_trims = 0
         monkeypatch.setattr(heap, "trim_heap", self.trim)
-        monkeypatch.setattr(HeapWatch, "_resident_bytes", lambda _: self.size)
+        monkeypatch.setattr(HeapTrimmer, "_resident_bytes", lambda _: self.size)
 
     def trim(self) -> None:
         self.num_trims += 1
@@ -30,71 +30,71 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Heap:
     return Heap(monkeypatch)
 
 
-def watch(budget: int = 64 * MIB) -> HeapWatch:
-    return HeapWatch(BufferPool(budget))
+def trimmer(budget: int = 64 * MIB) -> HeapTrimmer:
+    return HeapTrimmer(BufferPool(budget))
 
 
 def test_what_was_in_use_once_is_left_alone(memory: Heap) -> None:
-    watched = watch()
+    heap_trimmer = trimmer()
     for size in (100, 300, 150, 300, 100):
         memory.size = memory.used = size * MIB
-        watched.look()
+        heap_trimmer.trim_if_grown()
     num_trims = memory.num_trims
     memory.size = 307 * MIB  # less than an eighth of the budget more
-    watched.look()
+    heap_trimmer.trim_if_grown()
     assert memory.num_trims == num_trims == 1
 
 
 def test_holes_are_given_back_and_come_to_no_more_than_an_eighth_of_the_budget(memory: Heap) -> None:
-    watched = watch()
+    heap_trimmer = trimmer()
     largest = 0
     for _ in range(100):
         memory.size += MIB
-        watched.look()
+        heap_trimmer.trim_if_grown()
         largest = max(largest, memory.size)
     assert memory.num_trims == 100 // 9
     assert largest <= 108 * MIB
 
 
 def test_holes_among_many_activations_are_left_alone_up_to_half_of_these(memory: Heap) -> None:
-    watched = watch()
-    memory.size = memory.used = 900 * MIB  # 800 of them since the watch began
-    watched.look()
+    heap_trimmer = trimmer()
+    memory.size = memory.used = 900 * MIB  # 800 of them since the baseline
+    heap_trimmer.trim_if_grown()
     num_trims = memory.num_trims
     memory.size = 1300 * MIB
-    watched.look()
+    heap_trimmer.trim_if_grown()
     assert memory.num_trims == num_trims
     memory.size += MIB
-    watched.look()
+    heap_trimmer.trim_if_grown()
     assert memory.num_trims == num_trims + 1
 
 
 def test_a_model_that_needs_more_is_not_trimmed_for_ever(memory: Heap) -> None:
-    watched = watch()
+    heap_trimmer = trimmer()
     memory.size = memory.used = 200 * MIB
     for _ in range(100):
-        watched.look()
+        heap_trimmer.trim_if_grown()
     assert memory.num_trims == 1
 
 
 def test_small_budgets_do_not_trim_for_a_few_pages(memory: Heap) -> None:
-    watched = watch(budget=MIB)
+    heap_trimmer = trimmer(budget=MIB)
     memory.size += 3 * MIB
-    watched.look()
+    heap_trimmer.trim_if_grown()
     assert memory.num_trims == 0
 
 
 def test_real_holes_are_given_back() -> None:
     import torch
 
-    watched = watch(budget=MIB)
+    heap_trimmer = trimmer(budget=MIB)
     layers = [torch.ones(64 * 1024) for _ in range(400)]  # 100 MiB, in pieces that the heap is used for
     kept = layers[::40]
-    full = watched._resident_bytes()
-    watched._needed = 0
+    full = heap_trimmer._resident_bytes()
+    heap_trimmer._needed = 0
     del layers
-    watched.look()
-    assert watched._resident_bytes() < full - 60 * MIB
+    heap_trimmer.trim_if_grown()
+    assert heap_trimmer._resident_bytes() < full - 60 * MIB
     assert all(bool(layer.eq(1).all()) for layer in kept)
 
 
@@ -103,7 +103,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one_without_page_faults(
 
     import torch
 
-    watch(budget=MIB)
+    trimmer(budget=MIB)
 
     def step() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -117,24 +117,24 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one_without_page_faults(
 
 def test_what_a_model_took_before_it_moved_is_not_counted_as_needed(memory: Heap) -> None:
     memory.size = memory.used = 900 * MIB
-    watched = watch()
+    heap_trimmer = trimmer()
     memory.used = 100 * MIB
-    watched.begin_anew()
+    heap_trimmer.reset_baseline()
     assert memory.size == 100 * MIB
     memory.size = 120 * MIB
-    watched.look()
+    heap_trimmer.trim_if_grown()
     assert memory.size == 100 * MIB
 
 
-def test_a_watch_keeps_no_file_open_when_it_is_closed() -> None:
+def test_a_closed_trimmer_keeps_no_file_open() -> None:
     import os
 
-    watched = watch()
-    assert watched._resident_bytes() > 0
-    descriptor = watched._statm
+    heap_trimmer = trimmer()
+    assert heap_trimmer._resident_bytes() > 0
+    descriptor = heap_trimmer._statm
     assert descriptor is not None
-    watched.close()
-    watched.close()
+    heap_trimmer.close()
+    heap_trimmer.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    watched.look()
+    heap_trimmer.trim_if_grown()

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from support.blocks import read_block
 
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
-from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_engine import IOEngine
 
 PAGE = 4096
 SECONDS = 30  # a run takes well under a second
@@ -75,7 +76,7 @@ class Run:
             return delays.randint(min(1000, request.length), request.length)
 
         self.device = FakeDevice(latency=latency, transfer=transfer)
-        self.engine = QueuedIOEngine(self.device, self.random.randint(1, 3))
+        self.engine = IOEngine(self.device, self.random.randint(1, 3))
         self.pool = BufferPool(budget)
         self.store = BlockStore(self.pool, self.engine, verify=True)
         self.blocks = [self.store.create(f"b{i}", n * PAGE, Home.NVME) for i, n in enumerate(pages)]
@@ -212,7 +213,7 @@ class Run:
         for block in self.blocks:
             if self.values[block] is not None:
                 self.evict_all_but(block)
-                check(self.store.read(block), Step(block, self.values[block]))
+                check(read_block(self.store, block), Step(block, self.values[block]))
         assert self.pool.peak_bytes <= self.pool.budget
 
     def evict_all_but(self, block: Block) -> None:
@@ -234,7 +235,9 @@ class Run:
     def dump(self, threads: list[threading.Thread]) -> str:
         frames = sys._current_frames()
         lines = [f"stuck: {self.pool.held_bytes} of {self.pool.budget} held, {self.pool.num_waiting} wait for room"]
-        lines += [f"  {block!r} {[(t.use.value, t.visit is not None) for t in block.turns]}" for block in self.blocks]
+        lines += [
+            f"  {block!r} {[(use.kind.value, use.stay is not None) for use in block.uses]}" for block in self.blocks
+        ]
         lines += [f"  fetched: {[block.name for block in self.fetched]}", f"  {self.engine.counters()}"]
         for thread in threads:
             if thread.is_alive() and thread.ident in frames:

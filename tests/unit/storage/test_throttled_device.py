@@ -8,7 +8,7 @@ import pytest
 
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.fake_device import FakeDevice
-from zero_infinity.storage.io_engine import QueuedIOEngine
+from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.swap_device import SwapDevice
 from zero_infinity.storage.throttled_device import ThrottledDevice
@@ -91,7 +91,7 @@ def test_settings_that_cannot_be_meant(rate: float, latency: float) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_all_threads_together_get_no_more_than_the_bandwidth_of_the_link(num_threads: int) -> None:
-    engine = QueuedIOEngine(ThrottledDevice(FakeDevice(), bytes_per_second=10 << 20), num_threads, 64 << 10)
+    engine = IOEngine(ThrottledDevice(FakeDevice(), bytes_per_second=10 << 20), num_threads, 64 << 10)
     engine.reserve(1 << 20)
     began = time.monotonic()
     engine.submit(Direction.READ, memoryview(bytearray(1 << 20)), 0, Priority.DEMANDED).wait()

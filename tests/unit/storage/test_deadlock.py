@@ -1,0 +1,121 @@
+"""Waits that nothing can end are errors; waits that something can end are not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from support.block_bench import SECONDS, BlockBench, in_thread, wait_until
+from support.blocks import read_block
+
+from zero_infinity.errors import CapacityError
+from zero_infinity.storage import deadlock
+
+
+def test_room_that_nothing_can_free_is_an_error_that_names_the_holders(
+    bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlock, "STUCK_SECONDS", 0.05)
+    b = bench(3)
+    b.fetched("the large one", pages=2)
+    leased = read_block(b.store, b.block("the leased one", 1))
+    block = b.block("a", pages=2)
+    b.store.fetch(block)
+    with pytest.raises(CapacityError) as caught:
+        b.store.wait(block)
+    message = str(caught.value)
+    assert "block 'a' needs 8.0 KiB, but 0 B of 12.0 KiB are free" in message
+    assert "held:  8.0 KiB by the large one" in message
+    assert "held:  4.0 KiB by the leased one" in message
+    del leased
+
+
+def test_a_worker_that_waits_while_it_uses_a_block_is_told_too(
+    bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds what it waits for, and is inside `changing` of something else: neither will free anything."""
+    monkeypatch.setattr(deadlock, "STUCK_WHILE_HELD_SECONDS", 0.05)
+    b = bench(1)
+    first, second = b.fetched("a"), b.block("b")
+    b.store.hold(first)
+    b.store.fetch(second)
+    b.store.hold(second)
+    with b.store.changing(first), pytest.raises(CapacityError, match="'b' needs"), b.store.changing(second):
+        pass
+    b.store.unhold(first, dirty=False)
+    b.store.unhold(second, dirty=False)
+
+
+def test_a_worker_that_computes_is_waited_for(
+    bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("STUCK_SECONDS", "STUCK_WHILE_HELD_SECONDS"):
+        monkeypatch.setattr(deadlock, name, 0.02)
+    b = bench(1)
+    first, second = b.fetched("a"), b.block("b")
+    b.store.hold(first)
+    b.store.evict(first)
+    b.store.fetch(second)
+
+    def work() -> None:
+        with b.store.changing(first):
+            time.sleep(0.2)
+        b.store.unhold(first, dirty=True)
+
+    thread, _ = in_thread(work)
+    wait_until(lambda: bool(b.store._detector.threads_using()) or not first.stays)
+    b.store.wait(second)
+    thread.join(SECONDS)
+
+
+def test_a_wait_for_room_is_not_stuck_during_a_snapshot(
+    bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker uses a block and waits for another that is guarded; a third thread waits for room."""
+    monkeypatch.setattr(deadlock, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(deadlock, "STUCK_WHILE_HELD_SECONDS", 0.3)
+    made = bench(2)
+    store = made.store
+    third, first, second = made.block("third", 3), made.fetched("first", 1), made.fetched("second", 2)
+    store.begin_snapshot([second])
+    for block in (first, second):
+        store.hold(block)
+
+    def worker() -> None:
+        with store.changing(first), store.changing(second):
+            pass
+        for block in (first, second):
+            store.unhold(block, dirty=False)
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    store.evict(first)
+    store.fetch(third)
+    threading.Timer(0.8, store.release_from_snapshot, (second,)).start()
+    store.wait(third)
+    thread.join(SECONDS)
+
+
+def test_a_queued_block_is_stuck_only_while_nothing_can_free_room(bench: Callable[..., BlockBench]) -> None:
+    b = bench(1)
+    detector, busy, idle = b.store._detector, 1, 2
+    b.fetched("holder")
+    queued = b.block("queued")
+    assert not detector.is_stuck(queued)  # it does not wait for room
+    b.store.fetch(queued)
+    assert detector.is_stuck(queued)
+    detector.begin_use(busy)
+    detector.begin_wait(idle)
+    assert not detector.is_stuck(queued)  # a thread works
+    detector.begin_wait(busy)
+    assert detector.is_stuck(queued)  # it waits too
+    detector.end_wait(busy)
+    detector.end_use(busy)
+    assert detector.is_stuck(queued)
+    assert detector.patience_seconds == deadlock.STUCK_SECONDS
+    detector.begin_hold()
+    assert detector.patience_seconds == deadlock.STUCK_WHILE_HELD_SECONDS
+    detector.end_hold()
+    detector.end_wait(idle)
