@@ -36,8 +36,8 @@ from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 from zero_infinity.params.offloaded_param import managed
-from zero_infinity.params.parameter_store import ParameterStore, store_of
 from zero_infinity.params.unit import ManagedParameter
+from zero_infinity.params.unshard import Unsharder, unsharder_of
 from zero_infinity.tiers.accelerator import ComputeDevice, TorchAccelerator
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -100,7 +100,7 @@ def prepare_with(
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
     """Internal: `prepare` with parts of the engine replaced. A model from `init_with` keeps the parts given there."""
-    if isinstance(optimizer, StreamedOptimizer) or any(host.training is not None for host in _stores(model)):
+    if isinstance(optimizer, StreamedOptimizer) or any(map(_is_prepared, _unsharders(model))):
         raise UsageError(
             "this model, or another one from the same zi.init, is prepared already\n"
             "  fix:   call zi.prepare once for each model, with a plain optimizer; one zi.init for each model"
@@ -163,14 +163,14 @@ def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> I
         parameters = [parameters]
     elif isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    by_host: dict[ParameterStore, list[ManagedParameter]] = {}
+    by_model: dict[Unsharder, list[ManagedParameter]] = {}
     for parameter in parameters:
         known = managed(parameter)
         if known is not None:
-            by_host.setdefault(store_of(known), []).append(known)
+            by_model.setdefault(unsharder_of(known), []).append(known)
     with ExitStack() as stack:
-        for host, members in by_host.items():
-            stack.enter_context(host.gathered(members))
+        for unsharder, members in by_model.items():
+            stack.enter_context(unsharder.gathered(members))
         yield
 
 
@@ -188,9 +188,9 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         The norm before clipping.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    engines = {store_of(known).training for p in listed if (known := managed(p)) is not None}
-    engine = engines.pop() if len(engines) == 1 else None
-    if engine is None:
+    owners = {unsharder_of(known).owner for p in listed if (known := managed(p)) is not None}
+    engine = owners.pop() if len(owners) == 1 else None
+    if not isinstance(engine, TrainingEngine):
         raise UsageError(
             "zi.clip_grad_norm_ takes the parameters of one prepared model\n"
             "  fix:   use torch.nn.utils.clip_grad_norm_ for models that are not prepared, one call for each model"
@@ -281,14 +281,14 @@ def load_pretrained(
         strict: If false, skip what the model or the file lacks.
         progress: Called as `progress(bytes_read, bytes_total)` for this rank, from any thread.
     """
-    hosts = _stores(model)
-    if len(hosts) != 1:
+    unsharders = _unsharders(model)
+    if len(unsharders) != 1:
         raise UsageError(
             "this model was neither prepared nor built inside of zi.init\n"
             "  fix:   zi.prepare(model, optimizer, config) first; or from_pretrained, if it fits in memory"
         )
-    training = hosts[0].training
-    view = training if isinstance(training, TrainingEngine) else UnpreparedModel(model, hosts[0])
+    owner = unsharders[0].owner
+    view = owner if isinstance(owner, TrainingEngine) else UnpreparedModel(model, unsharders[0])
     PretrainedLoad(model, view, strict=strict).read(Path(path), progress)
 
 
@@ -345,20 +345,26 @@ def close(model: nn.Module) -> None:
 
     On several ranks call it on all of them, after `synchronize`.
     """
-    engine_of(model).host.close()
+    engine_of(model).parameter_store.close()
 
 
 def engine_of(model: nn.Module) -> TrainingEngine:
     """Return the engine of a prepared model."""
-    for host in _stores(model):
-        if isinstance(host.training, TrainingEngine):
-            return host.training
+    for unsharder in _unsharders(model):
+        if isinstance(unsharder.owner, TrainingEngine):
+            return unsharder.owner
     raise UsageError("this model is not prepared\n  fix:   zi.prepare(model, optimizer, config)")
 
 
-def _stores(model: nn.Module) -> list[ParameterStore]:
+def _unsharders(model: nn.Module) -> list[Unsharder]:
     known = (managed(parameter) for parameter in model.parameters())
-    return list(dict.fromkeys(store_of(m) for m in known if m is not None))
+    return list(dict.fromkeys(unsharder_of(m) for m in known if m is not None))
+
+
+def _is_prepared(unsharder: Unsharder) -> bool:
+    """True if its parameters are trained, or others from the same zi.init."""
+    owner = unsharder.owner
+    return owner.is_finished if isinstance(owner, DeferredInit) else True
 
 
 def _find_accelerator() -> ComputeDevice | None:

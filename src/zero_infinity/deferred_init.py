@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -23,12 +25,16 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.params import module_hooks, offloaded_param
 from zero_infinity.params.parameter_store import ParameterStore, budget_of
 from zero_infinity.params.precision import Precision, precision_of
+from zero_infinity.params.saved_tensors import SavedTensorHooks
 from zero_infinity.params.unit import ManagedParameter, Unit, make_unit, manageable, own_parameters
+from zero_infinity.params.unit_access import UnitAccess
+from zero_infinity.params.unit_values import CopiedValues
+from zero_infinity.params.unshard import Unsharder
 from zero_infinity.policy.memory_budget import Home, home_while_building, room_while_building
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.heap import trim_heap
 from zero_infinity.tiers.accelerator import CpuDevice
-from zero_infinity.tiers.device_cache import DeviceCache
+from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.materialize import Materializer
 from zero_infinity.tiling.tile_plan import Tiling, cut, is_tileable
@@ -40,59 +46,89 @@ _under_way: list[DeferredInit] = []
 
 
 class DeferredInit:
-    """Moves parameters into a host while a model is built. Also the hook that torch calls at each registration."""
+    """Moves parameters into a store while a model is built. Also the hook that torch calls at each registration."""
 
     def __init__(self, config: Config, ranks: RankGroup | None, parts: EngineParts = DEFAULT_PARTS) -> None:
-        self._host = ParameterStore(config, ranks, budget_of(config, ranks), parts)
-        self._cache: DeviceCache | None = None
+        self.parameter_store = ParameterStore(config, ranks, budget_of(config, ranks), parts)
+        self.is_finished = False  # a model of it is prepared
+        self._cache: DeviceCache | None = None  # of whole units, when each rank stores a shard
+        self._gathered: CopiedValues | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._budget = self._host.store.pool.budget  # for blocks
+        self._budget = self.parameter_store.store.pool.budget  # for blocks
         self._common_budget = self._budget  # of the rank that has least: all have to cut alike
-        self._assembled = Materializer(
-            self._host.unsharder, self._host.host_cache, self._host.store.pool.take, SpareBytes(0), self._budget
-        )
+        store = self.parameter_store
+        self._sources = store.sources
+        access = UnitAccess(store.compute_thread, self._sources, store.storages, self)
+        self._unsharder = Unsharder(self, access, SavedTensorHooks(access))
+        self._materializer = Materializer(access, store.host_cache, store.store.pool.take, SpareBytes(0), self._budget)
         self._gather_bytes = 0  # for whole units
         self._resident_bytes = 0
         self._untrimmed_bytes = 0
 
     def begin(self) -> None:
         _under_way.append(self)
-        self._host.unsharder.on_copy = self._copied
-        self._host.end_construction = self._finish
-        ranks = self._host.ranks
+        ranks = self.parameter_store.ranks
         if ranks is not None:
             self._common_budget = ranks.smallest("the memory of zi.init", self._budget)
             # Each rank makes every value and keeps its part: so all have to draw the same.
             ranks.all_same(
                 "the random state before zi.init", _random_state(), "torch.manual_seed(...) alike on every rank"
             )
-            if self._host.sharding.stage == 3:
+            if self.parameter_store.sharding.stage == 3:
                 self._cache = self._make_cache(ranks)
 
     def end(self) -> None:
         _under_way.remove(self)
-        self._host.unsharder.on_copy = lambda *_: None
 
     def _make_cache(self, ranks: RankGroup) -> DeviceCache:
         """Whole units, for constructors that look at a layer after it was cut into parts."""
         # The same on every rank: what is gathered again depends on it.
         budget = self._gather_bytes = room_while_building(self._common_budget)
-        self._host.store.pool.charge(budget)
+        self.parameter_store.store.pool.charge(budget)
         self._budget -= budget
-        self._host.host_cache.limit(self._budget, 0)
-        channel, make_policy = ranks.channel("construction"), self._host.parts.make_policy
-        cache = DeviceCache(self._host.host_cache, CpuDevice(budget), budget, 0, channel, make_policy=make_policy)
-        self._host.source = cache
-        self._host.closers.append(cache.copier.close)
+        self.parameter_store.host_cache.limit(self._budget, 0)
+        cache = make_device_cache(
+            self.parameter_store.host_cache,
+            CpuDevice(budget),
+            self.parameter_store.parts.make_policy,
+            budget,
+            0,
+            channel=ranks.channel("construction"),
+        )
+        self._gathered = CopiedValues(cache)
+        self.parameter_store.closers.append(cache.copier.close)
         return cache
 
-    def _finish(self) -> None:
-        """The model is about to be prepared: give back what only the construction needed."""
-        self._host.end_construction = lambda: None
-        self._assembled.write_home()
+    def finish(self) -> None:
+        """A model is about to be prepared: give back what only the construction needed."""
+        self.is_finished = True
+        self._materializer.write_home()
         if self._cache is not None:
             self._cache.copier.close()
-            self._host.store.pool.discharge(self._gather_bytes)
+            self.parameter_store.store.pool.discharge(self._gather_bytes)
+
+    # ------------------------------------------------------------------ the owner and observer of its parameters
+
+    def on_read(self, unit: Unit) -> None:
+        """Reads have no order before training."""
+
+    def on_edit(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """There are no master copies before training."""
+
+    def on_copy(self, original: ManagedParameter, copy: nn.Parameter) -> None:
+        """Layers are often made by copying the first: a copy is never registered, but goes the same way."""
+        if self not in _under_way:
+            return
+        if original.tiles:
+            self._cut(original.unit.name, original.name, copy, original.tiles[0].shape[0])
+        else:
+            self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
+
+    def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """There are none before training."""
+        return nullcontext()
+
+    # ------------------------------------------------------------------ registrations
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or _under_way[-1] is not self or offloaded_param.managed(parameter) is not None:
@@ -106,11 +142,11 @@ class DeferredInit:
             self._open.setdefault(module, {})[name] = parameter
         else:
             self._cut(type(module).__name__, f"{type(module).__name__}.{name}", parameter, num_rows)
-            module_hooks.attach_state_hooks(module, self._host.unsharder)
+            module_hooks.attach_state_hooks(module, self.parameter_store.state_dicts)
 
     def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
         """As `prepare` would cut it; None for what stays whole, by default what takes up to half of the memory."""
-        config = self._host.config
+        config = self.parameter_store.config
         if name != "weight" or not is_tileable(module, parameter):
             return None
         precision = precision_of(parameter.dtype, config, torch.device("cpu"), fast=False)
@@ -131,14 +167,14 @@ class DeferredInit:
             num_rows,
             precision=Precision(dtype, dtype, dtype),
             device=torch.device("cpu"),
-            numbers=itertools.count(self._host.num_units),
-            sharding=self._host.sharding,
+            numbers=itertools.count(self.parameter_store.num_units),
+            sharding=self.parameter_store.sharding,
         )
         for tile in whole.tiles:
             self._take_in(tile.unit)
-        whole.unit.source = self._assembled
-        whole.tiled_use = TiledWeight(whole, self._host.unsharder, self._assembled)
-        self._host.reshard(whole.tiles[0].unit)
+        self._sources.serve(whole.unit, self._materializer)
+        whole.use_tiles(TiledWeight(whole, self._unsharder, self._materializer))
+        self.parameter_store.offload(whole.tiles[0].unit, self._unsharder)
 
     def registered(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
         """A module has got a child, which is complete: also one that was copied, and never registered parameters."""
@@ -160,8 +196,8 @@ class DeferredInit:
         noted, self._open = self._open, {}
         for module, parameters in noted.items():
             self._close(module, parameters)
-        if self._host.ranks is not None:
-            self._host.ranks.all_same(
+        if self.parameter_store.ranks is not None:
+            self.parameter_store.ranks.all_same(
                 "the random state after zi.init", _random_state(), "build the same model on every rank"
             )
 
@@ -174,14 +210,7 @@ class DeferredInit:
                 by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
         for dtype, members in by_dtype.items():
             self._move_in(type(module).__name__, members, dtype)
-        module_hooks.attach_state_hooks(module, self._host.unsharder)
-
-    def _copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
-        """Layers are often made by copying the first: a copy is never registered, but goes the same way."""
-        if original.tiles:
-            self._cut(original.unit.name, original.name, copy, original.tiles[0].shape[0])
-        else:
-            self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
+        module_hooks.attach_state_hooks(module, self.parameter_store.state_dicts)
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         unit = make_unit(
@@ -190,27 +219,28 @@ class DeferredInit:
             dtype=dtype,
             compute_dtype=dtype,
             device=torch.device("cpu"),
-            number=self._host.num_units,
-            sharding=self._host.sharding,
+            number=self.parameter_store.num_units,
+            sharding=self.parameter_store.sharding,
         )
         self._take_in(unit)
-        self._host.reshard(unit)
+        self.parameter_store.offload(unit, self._unsharder)
 
     def _take_in(self, unit: Unit) -> None:
         """Give a unit its block, and the block its values."""
-        self._host.num_units += 1
-        nvme, budget = bool(self._host.config.nvme), self._budget
+        self.parameter_store.num_units += 1
+        nvme, budget = bool(self.parameter_store.config.nvme), self._budget
         size = round_up(unit.stored_bytes)
         home = home_while_building(unit.stored_bytes, self._resident_bytes, budget, nvme=nvme)
         if size + (self._resident_bytes if home is Home.RAM else 0) > budget:
             raise _too_large(unit, size, self._resident_bytes, budget, nvme=nvme)
         if home is Home.RAM:
             self._resident_bytes += size
-            self._host.host_cache.limit(budget - self._resident_bytes, 0)
-        self._host.add(unit, home)
-        if self._cache is not None:
+            self.parameter_store.host_cache.limit(budget - self._resident_bytes, 0)
+        self.parameter_store.add(unit, home)
+        if self._cache is not None and self._gathered is not None:
             self._cache.add(unit)
-        self._host.fill(unit)
+            self._sources.serve(unit, self._gathered)
+        self.parameter_store.fill(unit)
         self._untrimmed_bytes += size
         if self._untrimmed_bytes > budget // 4:
             trim_heap()

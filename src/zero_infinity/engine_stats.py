@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from zero_infinity.comm.channel import Traffic
+from zero_infinity.model_layout import ModelLayout
+from zero_infinity.params.parameter_store import ParameterStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +39,49 @@ class Stats:
     # What this rank has sent to others, and in how many exchanges, by kind. Empty on one rank.
     sent_bytes: dict[str, int]
     num_exchanges: dict[str, int]
+
+
+def collect_stats(
+    parameter_store: ParameterStore,
+    layout: ModelLayout,
+    *,
+    num_steps: int,
+    traffics: Iterable[Traffic],
+    activation_bytes: int,
+) -> Stats:
+    """What is held and what was done so far."""
+    store, host_cache = parameter_store.store, parameter_store.host_cache
+    counters = store.engine.counters() if store.engine is not None else None
+    store.pool.collect()
+    sent: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    for traffic in traffics:
+        more_sent, more_calls = traffic.snapshot()
+        sent |= more_sent
+        calls |= more_calls
+    sizes = layout.sizes
+    return Stats(
+        num_steps=num_steps,
+        num_parameters=sum(p.num_elements for p in layout.managed.values()),
+        state_bytes=sum(size.parameters + size.record for size in sizes),
+        memory_budget=store.pool.budget,
+        memory_held=store.pool.held_bytes,
+        memory_peak=store.pool.peak_bytes,
+        swap_bytes=layout.placement.swap,
+        bytes_read=counters.bytes_read if counters else 0,
+        bytes_written=counters.bytes_written if counters else 0,
+        read_requests=counters.read_requests if counters else 0,
+        write_requests=counters.write_requests if counters else 0,
+        waited_seconds=parameter_store.compute_thread.waited_seconds,
+        io_busy_seconds=counters.busy_seconds if counters else 0.0,
+        num_deviations=host_cache.policy.num_deviations,
+        pending_updates=parameter_store.update_worker.num_pending,
+        parameter_bytes=sum(size.parameters for size in sizes),
+        gradient_bytes=sum(size.gradients for size in sizes),
+        optimizer_bytes=sum(size.record for size in sizes),
+        bucket_bytes=2 * layout.bucket_bytes,
+        copy_bytes=layout.copies,
+        activation_bytes=activation_bytes,
+        sent_bytes=sent,
+        num_exchanges=calls,
+    )

@@ -19,15 +19,16 @@ from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.optim.state_records import StateRecord, StateRecordMaker
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.environment import TrainingEnvironment
-from zero_infinity.params.parameter_store import ParameterStore, store_of
 from zero_infinity.params.unit import ManagedParameter, Unit, find_parameters, make_unit
+from zero_infinity.params.unshard import ParameterOwner, unsharder_of
 from zero_infinity.policy.memory_budget import Home, MemoryDivision, SharedBuffers, UnitSize, place, shared_buffers
 from zero_infinity.policy.partition import Span
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.policy.unit_sizes import ElementBytes, UnitElements, unit_size
-from zero_infinity.tiers.device_cache import check_room, copy_size
+from zero_infinity.tiers.copier import copy_size
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.tile_plan import Tiling, check_room_to_cut, cut, find_tileable
+from zero_infinity.units import format_bytes
 
 Owners = dict[nn.Module, list[ManagedParameter]]
 
@@ -43,7 +44,7 @@ class ModelLayout:
     tiled: dict[ManagedParameter, bool]  # weights in tiles, and whether they make logits
     computed: frozenset[torch.dtype]  # what parameters are computed in, but for modules that have to differ
     replaced: list[Unit]  # of `zi.init`, stored or cut in another way now
-    hosts: set[ParameterStore]  # that the model was built in
+    built_by: set[ParameterOwner]  # of the parameters so far: a `zi.init`
     records: dict[Unit, StateRecord]
     sizes: list[UnitSize]
     whole_gradients: bool  # are kept, though this rank updates a part
@@ -91,14 +92,14 @@ def _lay_out(
     records = _make_records(units, optimizer, around)
     whole_gradients = around.sharding.keeps_whole_gradients
     sizes = [_size(unit, records.get(unit), around) for unit in units]
-    hosts = {store_of(p) for unit in {*units, *replaced} for p in unit.parameters if unit.block is not None}
-    for host in hosts:
-        host.check_same_place(config)
+    owners_before = {unsharder_of(p).owner for unit in {*units, *replaced} for p in unit.parameters if unit.is_stored}
+    for owner in owners_before:
+        owner.parameter_store.check_same_place(config)
 
     together = _needed_together(owners, recomputed)
     buffers = _buffers(dict(zip(units, sizes, strict=True)), together, around)
     if accelerator is not None:
-        check_room(together, config.device_memory or accelerator.budget)
+        _check_device_room(together, config.device_memory or accelerator.budget)
     at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
     # Units that are about to be replaced are still there while their successors move in.
     old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
@@ -114,7 +115,7 @@ def _lay_out(
         tiled=sorting.tiled,
         computed=frozenset(sorting.computed),
         replaced=replaced,
-        hosts=hosts,
+        built_by=owners_before,
         records=records,
         sizes=sizes,
         whole_gradients=whole_gradients,
@@ -229,8 +230,7 @@ def _assign_groups(
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter in managed:
-                for one in (managed[parameter], *managed[parameter].tiles):
-                    one.group = number
+                managed[parameter].train_in(number)
             elif parameter not in unmanaged:
                 raise UsageError(
                     f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
@@ -261,7 +261,7 @@ def _size(unit: Unit, record: StateRecord | None, around: TrainingEnvironment) -
         whole_gradients=around.sharding.keeps_whole_gradients,
         # An accelerator has memory of its own for copies.
         copied=copy_size(unit) if around.accelerator is None and is_copied(unit) else 0,
-        home=unit.block.home if unit.block is not None else None,
+        home=unit.the_block().home if unit.is_stored else None,
     )
 
 
@@ -296,3 +296,14 @@ def _buffers(
         gathered=around.sharding.shards_parameters,
         num_ranks=around.sharding.partition.num_ranks,
     )
+
+
+def _check_device_room(together: Iterable[Sequence[Unit]], budget: int) -> None:
+    """Raise when units that are needed at once do not fit where they are computed."""
+    for units in together:
+        needed = sum(copy_size(unit) for unit in units)
+        if needed > budget:
+            raise CapacityError(
+                f"{units[0].name!r} needs {format_bytes(needed)} of device memory to be used, but device_memory is "
+                f"{format_bytes(budget)}\n  fix:   device_memory={-(-needed // 2**20)}MiB or more"
+            )

@@ -39,6 +39,10 @@ class RunTrace:
 
     # ------------------------------------------------------------------ the computing thread
 
+    def set_title(self, title: str) -> None:
+        """What is trained, for the head of the report."""
+        self.trace.title = title
+
     def begin(self, phase: str) -> None:
         """A phase begins, and ends the one before; nothing happens inside the same phase."""
         if phase != self._phase:

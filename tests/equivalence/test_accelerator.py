@@ -287,9 +287,9 @@ def asked_for_in_time(tmp_path: Path) -> float:
         # In backward the layer's own weight is what comes next.
         following = index + 1 if phase == "forward" else index
         if following < depth:
-            cache = unit(following).the_source()
+            cache = zi.api.engine_of(model).cache
             assert isinstance(cache, DeviceCache)
-            found.append(unit(following) in cache._copies.get(unit(following).the_block().key, {}))
+            found.append(cache._mover.copy_of(cache._groups[unit(following)], unit(following)) is not None)
 
     layers = [Layer(width, functools.partial(look, index)) for index in range(depth)]
     one = 4 * (width * width + width)

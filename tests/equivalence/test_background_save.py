@@ -243,7 +243,7 @@ def test_saves_and_loads_wait_for_the_one_before(tmp_path: Path) -> None:
 def test_closing_waits_for_it(tmp_path: Path) -> None:
     run = Trained(SETTINGS["NVMe"], tmp_path)
     folder = run.save(tmp_path / "saved", background=True)
-    engine_of(run.model).host.close()
+    engine_of(run.model).parameter_store.close()
     assert (folder / "manifest.json").exists()
 
 

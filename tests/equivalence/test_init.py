@@ -31,7 +31,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
 
 import zero_infinity as zi
 from zero_infinity.params import offloaded_param
-from zero_infinity.params.parameter_store import store_of
+from zero_infinity.params.unshard import store_of
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 

@@ -24,7 +24,7 @@ import zero_infinity as zi
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.params import offloaded_param
-from zero_infinity.params.parameter_store import store_of
+from zero_infinity.params.unshard import store_of
 from zero_infinity.tiling import tiled_init
 
 WORDS = 701

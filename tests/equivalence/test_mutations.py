@@ -23,7 +23,7 @@ from zero_infinity.optim import gradient_flow as gradients_module
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.update_jobs import UnitUpdate
 from zero_infinity.params.unit import Unit
-from zero_infinity.params.unshard import Unsharder
+from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.policy.cache_policy import CachePolicy
 from zero_infinity.storage.block_io import BlockIO
 from zero_infinity.storage.buffer_pool import BufferPool
@@ -164,7 +164,7 @@ def skips_a_chunk() -> AbstractContextManager[Any]:
 
 def loses_edits() -> AbstractContextManager[Any]:
     """What the user writes to a parameter is not taken to be newer than what is stored."""
-    return mock.patch.object(Unsharder, "keep", lambda self, parameter: None)
+    return mock.patch.object(UnitAccess, "keep", lambda self, parameter: None)
 
 
 def updates_under_saved_values() -> AbstractContextManager[Any]:
@@ -174,7 +174,7 @@ def updates_under_saved_values() -> AbstractContextManager[Any]:
     def mutated() -> Iterator[None]:
         with (
             mock.patch.object(Unit, "is_saved", property(lambda _: False)),
-            mock.patch("zero_infinity.tiers.device_cache.HostUnits.aliased", lambda *_: False),
+            mock.patch("zero_infinity.params.unit_values.HostValues.aliased", lambda *_: False),
         ):
             yield
 

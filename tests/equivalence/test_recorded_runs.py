@@ -159,9 +159,9 @@ def test_without_a_trace_nothing_is_recorded(tmp_path: Path) -> None:
     model = deep()
     model, _ = zi.prepare(model, torch.optim.AdamW(model.parameters()), zi.Config(nvme=tmp_path))
     engine = zi.api.engine_of(model)
-    assert engine.host.run_trace is None
+    assert engine.parameter_store.run_trace is None
     assert engine.store.trace is None
-    assert engine.host.unsharder.on_read == engine.gradients.on_read
+    assert engine.parameter_store.compute_thread._run_trace is None
     zi.synchronize(model)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import zero_infinity as zi
-from zero_infinity import engine as engine_module
+from zero_infinity import engine_builder as engine_module
 
 
 class _Accepted(Exception):

@@ -17,11 +17,11 @@ def let_nothing_lag(model: nn.Module) -> None:
     on a busy machine, that is so now and then: fewer bytes than the decisions say, which are what a plan has.
     """
     engine = engine_of(model)
-    update_worker, cache = engine._update_worker, engine._cache
+    update_worker, cache = engine.parameter_store.update_worker, engine.cache
 
     def then(first: Callable[..., None], *later: Callable[[], None]) -> Callable[..., None]:
-        def both(*arguments: Any) -> None:
-            first(*arguments)
+        def both(*arguments: Any, **keywords: Any) -> None:
+            first(*arguments, **keywords)
             for wait in later:
                 wait()
 
@@ -30,4 +30,5 @@ def let_nothing_lag(model: nn.Module) -> None:
     engine.host_cache.access = then(engine.host_cache.access, engine.store.settle)  # type: ignore[method-assign]
     update_worker.submit = then(update_worker.submit, update_worker.drain)  # type: ignore[method-assign]
     if cache is not None:
-        cache.copier.submit = then(cache.copier.submit, cache.copier.drain)  # type: ignore[method-assign]
+        copier = cache.copier
+        copier.submit = then(copier.submit, copier.drain)  # type: ignore[method-assign]

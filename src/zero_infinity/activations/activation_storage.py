@@ -50,7 +50,7 @@ class ActivationStorage(Protocol):
 
 
 class BlockActivationStorage:
-    """Bytes in blocks, under a residency's policy and budget.
+    """Bytes in blocks of the host tier, under its policy and budget.
 
     `spare`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
     memory then, what all of them are taken from.
@@ -132,18 +132,17 @@ class BlockActivationStorage:
 class _BlockSlot:
     """One block in use."""
 
-    __slots__ = ("_block", "_shelf")
+    __slots__ = ("_block", "_storage")
 
     def __init__(self, storage: BlockActivationStorage, block: Block) -> None:
-        self._shelf = storage
+        self._storage = storage
         self._block = block
 
     def take(self, into: torch.Tensor) -> None:
-        host_cache = self._shelf.host_cache
-        host_cache.access(self._block)
-        host_cache.wait(self._block)
+        host_cache = self._storage.host_cache
+        host_cache.bring(self._block)
         into.copy_(host_cache.store.lease(self._block))
         self.drop()
 
     def drop(self) -> None:
-        self._shelf.give_back(self._block)
+        self._storage.give_back(self._block)

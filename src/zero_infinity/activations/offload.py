@@ -24,8 +24,8 @@ from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
 from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage
 from zero_infinity.activations.replicas import Replicas
 from zero_infinity.config import ConfigWarning
+from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.interrupts import held
-from zero_infinity.params.disable_modes import ordinary_tensors
 from zero_infinity.policy.partition import Span
 from zero_infinity.units import format_bytes
 

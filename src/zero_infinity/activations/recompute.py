@@ -41,7 +41,7 @@ from zero_infinity.activations.block_finder import Stack, find_stacks
 from zero_infinity.config import Config
 from zero_infinity.params.dynamo import not_compiled
 from zero_infinity.params.module_hooks import Hook
-from zero_infinity.params.unshard import Unsharder, outer_pack
+from zero_infinity.params.saved_tensors import SavedTensorHooks, outer_pack
 
 
 def find_blocks(model: nn.Module, config: Config) -> Stack:
@@ -53,18 +53,18 @@ def find_blocks(model: nn.Module, config: Config) -> Stack:
     return [block for stack in stacks for block in stack[::interval] if not _calls_checkpoint(block)]
 
 
-def attach(blocks: Stack, unsharder: Unsharder | None = None) -> None:
-    """Let these blocks be computed again in backward, from now on; their inputs are kept by `unsharder`."""
+def attach(blocks: Stack, hooks: SavedTensorHooks | None = None) -> None:
+    """Let these blocks be computed again in backward, from now on; their inputs are kept by `hooks`."""
     for block in blocks:
-        replace_call(block, Recomputed(block, unsharder))
+        replace_call(block, Recomputed(block, hooks))
 
 
 class Recomputed(Hook):
     """Calls a block so that it is computed again in backward. A copy of the block is a plain one."""
 
-    def __init__(self, block: nn.Module, unsharder: Unsharder | None) -> None:
+    def __init__(self, block: nn.Module, hooks: SavedTensorHooks | None) -> None:
         self._block = block
-        self._unsharder = unsharder
+        self._hooks = hooks
         self._call = call_of(block)
         self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once that is known
 
@@ -95,7 +95,7 @@ class Recomputed(Hook):
 
         del args, kwargs, leaves
         # The checkpoint saves its inputs under the hooks around it, and everything else under its own.
-        with self._unsharder.keeping_saved() if self._unsharder is not None else nullcontext():
+        with self._hooks.keeping_inputs() if self._hooks is not None else nullcontext():
             result = checkpoint(run, *tensors, use_reentrant=False)
         if self._changing is None:
             self._changing = [(b.owner, b.name) for b in buffers if b.has_changed]

@@ -12,8 +12,8 @@ from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.offloaded_param import managed
-from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.unit import Unit
+from zero_infinity.params.unshard import Unsharder
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers.host_cache import HostCache
 
@@ -24,7 +24,9 @@ _STAGING_FRACTION, _MAX_STAGING_BYTES = 16, 16 << 20
 class UnpreparedModel:
     """Implements `WeightsView`."""
 
-    def __init__(self, model: nn.Module, parameters: ParameterStore) -> None:
+    def __init__(self, model: nn.Module, unsharder: Unsharder) -> None:
+        parameters = unsharder.owner.parameter_store
+        self._sources = unsharder.access.sources
         self._model = model
         self.ranks: RankGroup | None = parameters.ranks
         self.step_channel: Channel | None = None
@@ -53,7 +55,7 @@ class UnpreparedModel:
         known = (managed(parameter) for parameter in self._model.parameters())
         units = dict.fromkeys(part.unit for m in known if m is not None for part in m.parts)
         for unit in units:
-            unit.the_source().updated(unit)
+            self._sources.of(unit).updated(unit)
         yield
-        for source in {unit.the_source() for unit in units}:
+        for source in {self._sources.of(unit) for unit in units}:
             source.end_cycle(same_order=False)

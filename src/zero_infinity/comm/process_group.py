@@ -70,10 +70,10 @@ class RankGroup:
         # Those that share this machine's memory, as torchrun says it.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = traffic
-        self.trace: Trace | None = None
+        self._trace: Trace | None = None
         self.names: dict[int, str] = {}  # of what is exchanged, by number
         self.divergences: dict[Channel, DivergenceError] = {}
-        self.num_steps = 0
+        self._num_steps = 0
         # Numbers for calls in which ranks tell each other things, each of which can be told once.
         self.call_numbers = itertools.count()
         self._noted = False
@@ -91,7 +91,7 @@ class RankGroup:
             raise LostRankError(
                 f"rank {self.rank} could not connect to every other rank for {purpose}\n  why:   {_first_line(lost)}"
             ) from lost
-        channel = Channel(cast(GroupConnections, control), self.traffic, self, data, self.trace)
+        channel = Channel(cast(GroupConnections, control), self.traffic, self, data, self._trace)
         self._channels.append(channel)
         return channel
 
@@ -105,6 +105,14 @@ class RankGroup:
         return cast(
             GroupConnections, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, nccl_options(self._timeout))
         )
+
+    def trace_into(self, trace: Trace) -> None:
+        """Channels that are made from now on record what they exchange."""
+        self._trace = trace
+
+    def steps_taken(self, num_steps: int) -> None:
+        """How far this rank has come, for the note that it leaves."""
+        self._num_steps = num_steps
 
     def close(self) -> None:
         """Give the connections back."""
@@ -127,7 +135,7 @@ class RankGroup:
         """This rank's engine ends: say so to those who may still wait for it."""
         error: BaseException | None = getattr(sys, "last_value", None)  # of which the interpreter ends
         reason = f" with {type(error).__name__}: {_first_line(error)}" if error is not None else ""
-        self.note(f"ended after {self.num_steps} steps{reason}")
+        self.note(f"ended after {self._num_steps} steps{reason}")
 
     def describe(self, rank: int) -> list[str]:
         """What is known of another rank that does not answer any more, and of others that have ended."""

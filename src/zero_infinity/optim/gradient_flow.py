@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
@@ -23,11 +25,13 @@ from zero_infinity.optim.state_records import Chunk, Segment, StateRecord
 from zero_infinity.optim.step_history import StepHistory
 from zero_infinity.optim.update_jobs import FreshGradients, UnitUpdate, WholeGradients, part_of
 from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
-from zero_infinity.optim.update_worker import UpdateWorker
 from zero_infinity.params.dtensor import local_gradient
 from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.run_trace import BACKWARD
+from zero_infinity.params.unit_state import Pending
+from zero_infinity.params.unit_values import ValueSources
+from zero_infinity.run_trace import BACKWARD, RunTrace
 from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.update_worker import UpdateWorker
 from zero_infinity.trace import DEVICE, HOST, Category
 
 _TORN = (
@@ -36,38 +40,54 @@ _TORN = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GradientParts:
+    """What the gradient flow works with."""
+
+    host_cache: HostCache
+    update_worker: UpdateWorker
+    sources: ValueSources
+    optimizer: Optimizer
+    records: dict[Unit, StateRecord]
+    run_trace: RunTrace | None
+    download: Callable[[torch.Tensor], torch.Tensor] | None  # from an accelerator to host memory; None on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSettings:
+    """How gradients are treated."""
+
+    reserve: int  # bytes for gradients that the update worker has not used yet
+    num_backwards: int  # gradient accumulation: this many make a step
+    early: bool  # update while backward runs, where that is safe
+    norms: bool  # the norm of each gradient is needed in `step()`
+
+
 class GradientFlow:
     """Takes gradients in, hands updates out."""
 
-    def __init__(
-        self,
-        host_cache: HostCache,
-        update_worker: UpdateWorker,
-        optimizer: Optimizer,
-        records: dict[Unit, StateRecord],
-        *,
-        reserve: int,
-        num_backwards: int,
-        early: bool,
-        norms: bool,
-        download: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> None:
-        self._host_cache = host_cache
-        self._update_worker = update_worker
-        self._optimizer = optimizer
-        self._rule = UpdateRule(optimizer)
-        self._records = records
-        self._places = _places(records.values())
-        self._reserve = reserve
-        self._num_backwards = num_backwards  # gradient accumulation: this many make a step
-        self._early = early
-        self._norms = norms
-        self._download = download
+    def __init__(self, parts: GradientParts, settings: GradientSettings) -> None:
+        self._host_cache = parts.host_cache
+        self._compute_thread = parts.host_cache.compute_thread
+        self._update_worker = parts.update_worker
+        self._sources = parts.sources
+        self._optimizer = parts.optimizer
+        self._rule = UpdateRule(parts.optimizer)
+        self._records = parts.records
+        self._run_trace = parts.run_trace
+        self._download = parts.download
+        # With an accelerator the host's cores are free for the update worker.
+        self._shares_cores = parts.download is None
+        self._places = _places(parts.records.values())
+        self._reserve = settings.reserve
+        self._num_backwards = settings.num_backwards
+        self._early = settings.early
+        self._norms = settings.norms
         self._last = StepHistory()
         self.cycle = StepHistory()
         self._early_units: frozenset[Unit] = frozenset()
         self.same_order = False  # whether the next cycle is expected to go as the last one
-        self.synchronised = True  # False inside no_sync()
+        self._synchronised = True  # False inside no_sync()
         self._graph_task = -1
         self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._retained: set[ManagedParameter] = set()
@@ -82,13 +102,12 @@ class GradientFlow:
 
     def on_read(self, unit: Unit) -> None:
         """A unit's value is read on the computing thread."""
-        if unit in self.cycle.updated:
+        if unit.state.pending is Pending.UPDATE:
             raise TornStepError(
                 f"{unit.name!r} is read after it was updated and before optimizer.step(): the value would be the next "
                 "step's" + _TORN
             )
         self.cycle.read(unit)
-        self._update_worker.help()
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
         """Autograd has put a gradient on the parameter."""
@@ -98,14 +117,14 @@ class GradientFlow:
         if gradient is None:
             return
         self._follow_backward()
-        self._update_worker.help()
+        self._compute_thread.pass_by()
         for part in parameter.parts:
             self.take(part, part.rows_of(gradient))
 
     def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None:
         """A function that uses a parameter in tiles has made a gradient of one, in backward."""
         self._follow_backward()
-        self._update_worker.help()
+        self._compute_thread.pass_by()
         self.take(tile, gradient)
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
@@ -158,19 +177,19 @@ class GradientFlow:
         if task == self._graph_task:
             return
         self._graph_task = task
-        if self.synchronised:
+        if self._synchronised:
             if self.cycle.updated and not self.cycle.backward_complete:
                 self.torn = "the last backward did not finish, but some of its updates had run"
                 raise TornStepError(self.torn + _TORN)
             self.cycle.begin_backward()
-        if self._host_cache.run_trace is not None:
-            self._host_cache.run_trace.begin(BACKWARD)
+        if self._run_trace is not None:
+            self._run_trace.begin(BACKWARD)
         call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._backward_done()
-        if self._host_cache.run_trace is not None:
-            self._host_cache.run_trace.end(BACKWARD)
+        if self._run_trace is not None:
+            self._run_trace.end(BACKWARD)
 
     def _backward_done(self) -> None:
         self.cycle.backward_complete = True
@@ -180,8 +199,8 @@ class GradientFlow:
     def _may_update_early(self, unit: Unit) -> bool:
         return (
             unit in self._early_units
-            and unit not in self.cycle.updated
-            and self.synchronised
+            and unit.state.pending is Pending.NOTHING
+            and self._synchronised
             and self.cycle.num_backwards == self._num_backwards
         )
 
@@ -190,7 +209,7 @@ class GradientFlow:
         if not self._has_fired(unit):
             return
         waiting = self._waiting.pop(unit)
-        if unit.is_saved or unit.the_source().aliased(unit):
+        if unit.is_saved or self._sources.of(unit).aliased(unit):
             # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value: it must not
             # change under them.
             self.cycle.deferred.add(unit)
@@ -201,9 +220,14 @@ class GradientFlow:
         retained = [p for p in unit.parameters if p in self._retained]
         self._retained.difference_update(retained)
         self._early_settings = self._early_settings or self._settings()
-        self.cycle.updated.add(unit)
-        self.cycle.updated_parameters.update(waiting, retained)
+        self._mark_updated(unit, [*waiting, *retained])
         self._submit(unit, waiting, retained, ())
+
+    def _mark_updated(self, unit: Unit, parameters: Iterable[ManagedParameter]) -> None:
+        """An update is submitted before `step()`."""
+        unit.state.submit_update()
+        self.cycle.updated.add(unit)
+        self.cycle.updated_parameters.update(parameters)
 
     def _has_fired(self, unit: Unit) -> bool:
         """Whether each of its parameters has had as many gradients as in the last cycle."""
@@ -212,7 +236,7 @@ class GradientFlow:
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
         if self._outstanding_bytes + num_bytes > self._reserve:
-            with self._host_cache.waiting(room_for(unit)):
+            with self._compute_thread.waiting(room_for(unit)):
                 self._update_worker.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
         if self._outstanding_bytes + num_bytes > self._reserve:
             for waiting in self._waiting.values():
@@ -235,16 +259,13 @@ class GradientFlow:
             flat = self._with_retained(parameter, flat)
             self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
         for chunk, segment in self._places[parameter]:
-            self._host_cache.access(chunk.gradient)
-            self._host_cache.wait(chunk.gradient)
             part = flat[segment.start : segment.stop]
-            with self._host_cache.store.changing(chunk.gradient) as memory:
+            with self._host_cache.writing(chunk.gradient) as memory:
                 kept = part_of(memory, segment, flat.dtype)
                 if parameter in self._retained:
                     kept.add_(part)
                 else:
                     kept.copy_(part)
-            self._host_cache.store.mark_dirty(chunk.gradient)
         self._retained.add(parameter)
 
     def _with_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
@@ -252,9 +273,7 @@ class GradientFlow:
         if parameter not in self._retained:
             return flat
         for chunk, segment in self._places[parameter]:
-            self._host_cache.access(chunk.gradient)
-            self._host_cache.wait(chunk.gradient)
-            with self._host_cache.store.changing(chunk.gradient) as memory:
+            with self._host_cache.reading(chunk.gradient) as memory:
                 flat[segment.start : segment.stop].add_(part_of(memory, segment, flat.dtype))
         self._retained.discard(parameter)
         return flat
@@ -275,9 +294,7 @@ class GradientFlow:
     def _read_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         """Copy what is retained here of a gradient."""
         for chunk, segment in self._places[parameter]:
-            self._host_cache.access(chunk.gradient)
-            self._host_cache.wait(chunk.gradient)
-            with self._host_cache.store.changing(chunk.gradient) as memory:
+            with self._host_cache.reading(chunk.gradient) as memory:
                 flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
@@ -302,6 +319,23 @@ class GradientFlow:
         self._retained.clear()
         self.norms.clear()
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backwards in here only accumulate."""
+        before = self._synchronised
+        self._synchronised = False
+        try:
+            yield
+        finally:
+            self._synchronised = before
+
+    @contextmanager
+    def torn_unless_finished(self, reason: str) -> Iterator[None]:
+        """The step is torn, for this reason, unless the context ends without an error."""
+        self.torn = reason
+        yield
+        self.torn = None
+
     def check_between_steps(self) -> None:
         """Raise when a step is torn, or has begun and is not finished."""
         if self.torn is not None:
@@ -317,7 +351,7 @@ class GradientFlow:
         """Forget gradients and what was seen of steps so far, also of a torn one: all values will be replaced."""
         self._update_worker.drain()
         self.drain()
-        self._last, self.cycle = StepHistory(), StepHistory()
+        self._last, self.cycle = StepHistory(), self._next_history()
         self._early_units, self._early_settings = frozenset(), None
         self.torn = None
         self.discard()
@@ -405,11 +439,11 @@ class GradientFlow:
         settings = {p: hyperparameters_of(groups[p.group]) for p in parameters if p.group is not None}
         job = UnitUpdate(record, fresh, retained, settings, self._rule, factors, done)
         store, block = self._host_cache.store, unit.the_block()
-        unit.the_source().updated(unit)
+        self._sources.of(unit).updated(unit)
         for whole in {p.whole.unit for p in unit.parameters if p.whole is not None}:
-            whole.the_source().updated(whole)
+            self._sources.of(whole).updated(whole)
         for parameter in settings:
-            parameter.num_changes += 1
+            parameter.state.replace()
         self._host_cache.access(block)
         store.hold(block)
         with self._host_cache.pinned(block):
@@ -422,7 +456,7 @@ class GradientFlow:
                         self._host_cache.access(chunk.record)
                     store.hold(chunk.record)
                 self._host_cache.expire(chunk.gradient)
-        self._update_worker.submit(job)
+        self._update_worker.submit(job, is_shared=self._shares_cores)
 
     def _end_cycle(self) -> None:
         # Two cycles have to look alike: the second one of a loop may go another way than its first.
@@ -436,8 +470,13 @@ class GradientFlow:
         self.same_order = early == self._early_units
         self._host_cache.end_cycle(same_order=self.same_order)
         self._early_units = early
-        self._last, self.cycle = self.cycle, StepHistory()
+        self._last, self.cycle = self.cycle, self._next_history()
         self._early_settings = None
+
+    def _next_history(self) -> StepHistory:
+        for unit in self.cycle.updated:
+            unit.state.end_step()
+        return StepHistory()
 
 
 def room_for(unit: Unit) -> str:

@@ -84,15 +84,13 @@ class OptimizerStateIO:
         """Set the master copy, if the parameter has one."""
         if self._records[parameter.unit].has_master:
             self._write(parameter, MASTER, value)
-            parameter.edited = False
+            parameter.state.edits_taken()
 
     def take_edits(self, parameter: ManagedParameter) -> None:
         """Bring what the user has changed in the stored value into the master copy, as the next update would."""
         unit, store = parameter.unit, self._host_cache.store
         block = unit.the_block()
-        self._host_cache.access(block)
-        self._host_cache.wait(block)
-        with self._host_cache.pinned(block), store.changing(block) as memory:
+        with self._host_cache.pinned(block), self._host_cache.reading(block) as memory:
             values = memory.view(unit.dtype)
             for chunk, segment, master in self._slots(parameter, MASTER):
                 first = parameter.offset + segment.start - unit.stored.start
@@ -134,7 +132,5 @@ class OptimizerStateIO:
     def _memory(self, chunk: Chunk) -> Iterator[torch.Tensor]:
         if chunk.record is None:
             raise UsageError("this optimizer keeps no state per element")
-        self._host_cache.access(chunk.record)
-        self._host_cache.wait(chunk.record)
-        with self._host_cache.store.changing(chunk.record) as memory, torch.no_grad():
+        with self._host_cache.reading(chunk.record) as memory, torch.no_grad():
             yield memory

@@ -13,23 +13,23 @@ waits for it. (In stages 1 and 2 updated parameters go to all ranks: there every
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch.optim import Optimizer
 
 from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
-from zero_infinity.optim.gradient_flow import GradientFlow, room_for
-from zero_infinity.optim.state_records import Segment, StateRecord
+from zero_infinity.optim.gradient_flow import GradientFlow, GradientParts, GradientSettings, room_for
+from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.update_jobs import RetainGradients, part_of
-from zero_infinity.optim.update_worker import UpdateWorker
+from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.policy.partition import Span
-from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.policy.partition import Sharding, Span
+from zero_infinity.tiers.device_cache import DeviceCache
 
 # Numbers of topics that are no unit's.
 _LEFT_OVER, _NORMS, _GRADIENT, _LEFT_OVER_SUM = -1, -2, -3, -4
@@ -58,58 +58,48 @@ class ReducedGradients:
         return self._shard.wait()[first + segment.start : first + segment.stop]
 
 
-class ShardedGradients(GradientFlow):
-    """Takes gradients in, sums them over ranks, hands updates out."""
+@dataclass(frozen=True, slots=True)
+class GradientCollectives:
+    """How ranks exchange gradients and updated parameters."""
 
-    def __init__(
-        self,
-        host_cache: HostCache,
-        update_worker: UpdateWorker,
-        optimizer: Optimizer,
-        records: dict[Unit, StateRecord],
-        *,
-        reserve: int,
-        num_backwards: int,
-        early: bool,
-        norms: bool,
-        download: Callable[[torch.Tensor], torch.Tensor] | None,
-        stage: int,
-        channel: Channel,
-        reducer: ReduceScatter,
-        exchange: ParameterAllGather | None,
-    ) -> None:
-        super().__init__(
-            host_cache,
-            update_worker,
-            optimizer,
-            records,
-            reserve=reserve,
-            num_backwards=num_backwards,
-            early=early and exchange is None,
-            norms=False,
-            download=download,
-        )
-        self._keeps_whole = stage <= 1
-        self._channel = channel
-        self._reducer = reducer
-        self._exchange = exchange  # of updated parameters, when every rank keeps all of them
-        self._parameters = [p for record in records.values() for p in record.state_names]
+    sharding: Sharding
+    channel: Channel  # of the computing thread
+    reduce_scatter: ReduceScatter
+    all_gather: ParameterAllGather | None  # of updated shards, when every rank stores whole units
+    routing: ExpertRouting
+    gathered: DeviceCache | None  # of sharded parameters, for use
+
+
+class ShardedGradients(GradientFlow):
+    """Takes gradients in, averages them over ranks, hands updates out."""
+
+    def __init__(self, parts: GradientParts, settings: GradientSettings, collectives: GradientCollectives) -> None:
+        # Updated shards go to all ranks in one order, so there every update waits for `step()`.
+        early = settings.early and collectives.all_gather is None
+        super().__init__(parts, replace(settings, early=early, norms=False))
+        self._keeps_whole = not collectives.sharding.shards_gradients
+        self._channel = collectives.channel
+        self._reduce_scatter = collectives.reduce_scatter
+        self._all_gather = collectives.all_gather
+        self._routing = collectives.routing
+        self._gathered = collectives.gathered
+        self._parameters = [p for record in parts.records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._unsummed: set[ManagedParameter] = set()  # whose retained gradients are this rank's alone
         self._held: dict[Unit, ReducedGradients] = {}  # sums that had to wait for step()
-        self._squares: dict[Segment, float] | None = {} if norms else None
-        # Units that not every rank uses, found out before the first sum: they are summed when backward is over.
-        self.find_late_units: Callable[[], Collection[Unit]] | None = None
-        self._late: Collection[Unit] = ()
+        self._squares: dict[Segment, float] | None = {} if settings.norms else None
+        # Units that not every rank uses, found out with the first gradient: they are summed when backward is over.
+        self._late: set[Unit] = set()
         self._submitted_bytes = 0  # of gradients that are being summed
         self._released = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ taking in
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        if self.find_late_units is not None:
-            find, self.find_late_units = self.find_late_units, None
-            self._late = find()
+        for container in self._routing.classify():
+            self._late.update(container.units)
+            if self._gathered is not None:
+                self._gathered.join(container.name, container.units)
         unit = parameter.unit
         flat = self._flat(parameter, gradient)
         if self._keeps_whole and not self._may_update_early(unit):
@@ -173,7 +163,7 @@ class ShardedGradients(GradientFlow):
         """Wait until a gradient of this size fits in what is set aside, or nothing under way will make room."""
         with self._lock:
             if self._is_short_of(num_bytes):
-                with self._host_cache.waiting(room_for(unit)):
+                with self._compute_thread.waiting(room_for(unit)):
                     while self._is_short_of(num_bytes):
                         with through():
                             self._released.wait(_POLL_SECONDS)
@@ -208,7 +198,7 @@ class ShardedGradients(GradientFlow):
                 self._expire([unit])
         with self._lock:
             self._submitted_bytes += num_bytes
-        results = self._reducer.submit(topic, asked, lambda: self._summed(num_bytes))
+        results = self._reduce_scatter.submit(topic, asked, lambda: self._summed(num_bytes))
         for (unit, parameters), shard in zip(units, results, strict=True):
             self._arrived(unit, ReducedGradients(parameters, shard))
 
@@ -224,12 +214,11 @@ class ShardedGradients(GradientFlow):
     def _arrived(self, unit: Unit, reduced: ReducedGradients) -> None:
         """A sum is on its way: update with it, or keep it."""
         early = self._may_update_early(unit) and self._has_fired(unit)
-        if early and not unit.is_saved and not unit.the_source().aliased(unit):
+        if early and not unit.is_saved and not self._sources.of(unit).aliased(unit):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
             self._retained.difference_update(retained)
             self._early_settings = self._early_settings or self._settings()
-            self.cycle.updated.add(unit)
-            self.cycle.updated_parameters.update(reduced.parameters, retained)
+            self._mark_updated(unit, [*reduced.parameters, *retained])
             self._update(unit, reduced, [*dict.fromkeys([*reduced.parameters, *retained])], retained, (), _nothing)
             return
         if early:
@@ -245,7 +234,8 @@ class ShardedGradients(GradientFlow):
         for chunk in record.chunks:
             self._host_cache.access(chunk.gradient)
             self._host_cache.store.hold(chunk.gradient)
-        self._update_worker.submit(RetainGradients(record, reduced, frozenset(self._retained), self._squares, _nothing))
+        job = RetainGradients(record, reduced, frozenset(self._retained), self._squares, _nothing)
+        self._update_worker.submit(job, is_shared=self._shares_cores)
         self._retained.update(reduced.parameters)
 
     # ------------------------------------------------------------------ the step
@@ -279,15 +269,15 @@ class ShardedGradients(GradientFlow):
                 self._update(unit, held[unit], held[unit].parameters, [], factors, _nothing)
             else:
                 self._submit(unit, {}, retained, factors)
-            if self._exchange is not None:
+            if self._all_gather is not None:
                 topic = Topic("parameter gather", unit.number, unit.name)
-                self._exchange.submit(topic, unit.the_block(), unit.dtype, unit.spans)
+                self._all_gather.submit(topic, unit.the_block(), unit.dtype, unit.spans)
         if self._squares is not None:
             self._squares.clear()
 
     def drain(self) -> None:
-        if self._exchange is not None:
-            self._exchange.drain()
+        if self._all_gather is not None:
+            self._all_gather.drain()
 
     def discard(self) -> None:
         super().discard()
@@ -332,11 +322,8 @@ class ShardedGradients(GradientFlow):
         for chunk in self._records[parameter.unit].chunks:
             for segment in chunk.segments:
                 if segment.parameter is parameter:
-                    self._host_cache.access(chunk.gradient)
-                    self._host_cache.wait(chunk.gradient)
-                    with self._host_cache.store.changing(chunk.gradient) as memory:
+                    with self._host_cache.writing(chunk.gradient) as memory:
                         part_of(memory, segment, flat.dtype).copy_(flat[segment.start : segment.stop])
-                    self._host_cache.store.mark_dirty(chunk.gradient)
         self._retained.add(parameter)
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:

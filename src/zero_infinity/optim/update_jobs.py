@@ -101,7 +101,7 @@ class UnitUpdate:
         for parameter, names, scalars in self._states:
             self.record.started[parameter] = names
             self.record.scalars[parameter] = scalars
-            parameter.edited = False
+            parameter.state.edits_taken()
         self.done()
 
     def _note(self, trace: Trace, segment: Segment, start: float) -> None:
@@ -145,7 +145,7 @@ class UnitUpdate:
             if states is not None
         }
         master = slots.pop(MASTER, stored)
-        if record.has_master and parameter.edited:
+        if record.has_master and parameter.state.is_edited:
             take_edits(master, stored)
         gradient = gradient.to(record.dtype)
         for factor in self.factors:

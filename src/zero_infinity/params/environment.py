@@ -14,8 +14,9 @@ from torch import nn
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.params import offloaded_param
-from zero_infinity.params.parameter_store import budget_of, sharding_of, store_of
+from zero_infinity.params.parameter_store import budget_of, sharding_of
 from zero_infinity.params.precision import Precision, computes_with_buffers, multiplies_fast, precision_of
+from zero_infinity.params.unshard import store_of
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.tiers.accelerator import ComputeDevice
 

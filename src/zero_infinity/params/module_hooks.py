@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -21,6 +21,7 @@ from zero_infinity._torch import current_graph_task_id, pop_saved_tensor_hooks, 
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.params.dynamo import not_compiled
+from zero_infinity.params.parameter_store import StateDictScope
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.params.unshard import Unsharder
 from zero_infinity.run_trace import FORWARD, RunTrace
@@ -56,7 +57,7 @@ class BeforeForward(Hook):
         with held():
             self._stack.enter(module)
             self._unsharder.unshard(self._parameters, watched=True)
-            self._stack.entered(self._parameters, hooks_pushed=self._unsharder.push_hooks())
+            self._stack.entered(self._parameters, hooks_pushed=self._unsharder.hooks.push())
 
 
 class AfterForward(Hook):
@@ -74,12 +75,11 @@ class AfterForward(Hook):
 class CopyStates(Hook):
     """While a state_dict is made, `detach` gives copies: views of every parameter would pin the whole model."""
 
-    def __init__(self, unsharder: Unsharder, change: int) -> None:
-        self._unsharder = unsharder
+    def __init__(self, change: Callable[[], None]) -> None:
         self._change = change
 
     def __call__(self, *_: Any) -> None:
-        self._unsharder.num_copying += self._change
+        self._change()
 
 
 class RefuseAssignment(Hook):
@@ -187,12 +187,12 @@ class ForwardStack:
         self._unsharder.reshard(entry.parameters)
 
 
-def attach_state_hooks(module: nn.Module, unsharder: Unsharder) -> None:
+def attach_state_hooks(module: nn.Module, state_dicts: StateDictScope) -> None:
     """Let the module's state_dict hold copies, and its load_state_dict copy into the parameters that are there."""
     if any(isinstance(hook, CopyStates) for hook in state_dict_pre_hooks(module)):
         return
-    module.register_state_dict_pre_hook(CopyStates(unsharder, +1))
-    module.register_state_dict_post_hook(CopyStates(unsharder, -1))
+    module.register_state_dict_pre_hook(CopyStates(state_dicts.begin))
+    module.register_state_dict_post_hook(CopyStates(state_dicts.end))
     module.register_load_state_dict_pre_hook(RefuseAssignment())
 
 
@@ -212,4 +212,4 @@ def attach(
         module.register_forward_pre_hook(BeforeForward(unsharder, stack, parameters), prepend=True)
         # always_call: an exception, or checkpoint's early stop of a recomputation, skips ordinary hooks.
         module.register_forward_hook(AfterForward(stack), always_call=True)
-        attach_state_hooks(module, unsharder)
+        attach_state_hooks(module, unsharder.owner.parameter_store.state_dicts)

@@ -13,7 +13,7 @@ nodes that are younger than the earlier sibling's output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_infinity._torch import sequence_number, tree_leaves
+from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.params.module_hooks import Hook
 from zero_infinity.params.unit import ManagedParameter, Unit
 
+# The topic of what was seen; no unit has this number.
+_LAYERS = -11
 _CHAIN, _APART = 1, 2  # what was seen of a container
 
 
@@ -94,6 +97,7 @@ class RoutingWatch:
 
     def __init__(self, model: nn.Module, owners: dict[nn.Module, list[ManagedParameter]]) -> None:
         self.containers: list[ExpertContainer] = []
+        self._owners: list[tuple[nn.Module, ExpertContainer]] = []
         self._handles: list[RemovableHandle] = []
         for name, owner in model.named_modules():
             for attribute, child in owner.named_children():
@@ -104,7 +108,7 @@ class RoutingWatch:
                     )
                     container = ExpertContainer(f"{name}.{attribute}".lstrip("."), siblings, list(units))
                     self.containers.append(container)
-                    self._watch(owner, container)
+                    self._owners.append((owner, container))
 
     def _watch(self, owner: nn.Module, container: ExpertContainer) -> None:
         self._handles += [
@@ -116,6 +120,11 @@ class RoutingWatch:
                 sibling.register_forward_pre_hook(_Call(container), with_kwargs=True, prepend=True),
                 sibling.register_forward_hook(_Called(container)),
             ]
+
+    def start(self) -> None:
+        """Watch from the next forward on."""
+        for owner, container in self._owners:
+            self._watch(owner, container)
 
     def innermost(self, number: int) -> ExpertContainer | None:
         """The smallest container that the unit of this number lies in."""
@@ -137,6 +146,37 @@ class RoutingWatch:
             if container.evidence == _APART:
                 found.append(container)
         return found
+
+
+class ExpertRouting:
+    """What ranks do about layers that each of them chooses from: they agree on what was seen at the first gradient.
+
+    Until then, ranks that ask for different units gather all of the container that these are in.
+    """
+
+    def __init__(self, watch: RoutingWatch, channel: Channel) -> None:
+        self._watch = watch
+        self._channel = channel
+        self._is_known = False
+
+    def start(self) -> None:
+        """Watch from the next forward on."""
+        self._watch.start()
+
+    def chosen_from(self, number: int) -> tuple[str, Sequence[Unit]] | None:
+        """The units among which this one may be a rank's choice, with their common name."""
+        container = self._watch.innermost(number) if not self._is_known else None
+        if container is None or not container.may_be_chosen_from:
+            return None
+        return container.name, container.units
+
+    def classify(self) -> list[ExpertContainer]:
+        """The containers of alternatives, agreed on by all ranks. Once, with the first gradient; empty afterwards."""
+        if self._is_known:
+            return []
+        self._is_known = True
+        seen = self._channel.agree(Topic("layers", _LAYERS, "the first gradient"), self._watch.evidence())
+        return self._watch.end(seen)
 
 
 def _are_alike(siblings: list[nn.Module], owners: dict[nn.Module, list[ManagedParameter]]) -> bool:

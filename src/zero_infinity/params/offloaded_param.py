@@ -38,6 +38,8 @@ from zero_infinity.params.dtensor import local_of
 from zero_infinity.params.dynamo import not_compiled
 from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter
 
+# Where a parameter keeps its ParameterAccess.
+_ACCESS = ATTRIBUTE + "_access"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -64,15 +66,16 @@ def managed(parameter: torch.Tensor) -> ManagedParameter | None:
     return found
 
 
-def unsharder_of(parameter: ManagedParameter) -> ParameterAccess:
-    unsharder: ParameterAccess = parameter.parameter.__dict__[ATTRIBUTE + "_exposer"]
-    return unsharder
+def access_of(parameter: ManagedParameter) -> ParameterAccess:
+    """Who answers for a parameter."""
+    access: ParameterAccess = parameter.parameter.__dict__[_ACCESS]
+    return access
 
 
-def adopt(parameter: ManagedParameter, unsharder: ParameterAccess) -> None:
-    """From now on `unsharder` answers for this parameter."""
+def adopt(parameter: ManagedParameter, access: ParameterAccess) -> None:
+    """From now on `access` answers for this parameter."""
     parameter.parameter.__dict__[ATTRIBUTE] = parameter
-    parameter.parameter.__dict__[ATTRIBUTE + "_exposer"] = unsharder
+    parameter.parameter.__dict__[_ACCESS] = access
 
 
 def reshard(parameter: ManagedParameter) -> None:
@@ -207,7 +210,7 @@ class OffloadedParameter(nn.Parameter):
         """A copy is an ordinary parameter with the values in memory (or offloaded, while a model is being built)."""
         parameter = self.__dict__[ATTRIBUTE]
         copied: nn.Parameter = _call_unsharded([parameter], copy.deepcopy, lambda: _copy_unsharded(self, memo))
-        unsharder_of(parameter).copied(parameter, copied)
+        access_of(parameter).copied(parameter, copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -270,7 +273,7 @@ class WatchedParameter(nn.Parameter):
 
 def _copy_unsharded(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """A copy that nobody manages. Some classes' copies take along whatever is on a tensor."""
-    ours = {name: parameter.__dict__.pop(name) for name in (ATTRIBUTE, ATTRIBUTE + "_exposer")}
+    ours = {name: parameter.__dict__.pop(name) for name in (ATTRIBUTE, _ACCESS)}
     try:
         copied: nn.Parameter = parameter.__deepcopy__(memo)
         return copied
@@ -280,17 +283,17 @@ def _copy_unsharded(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Paramet
 
 def _may_change(parameter: nn.Parameter) -> None:
     known = parameter.__dict__[ATTRIBUTE]
-    unsharder_of(known).may_change(known)
+    access_of(known).may_change(known)
 
 
 def _call_unsharded(parameters: list[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]) -> Any:
     """Run `call` with all of these unsharded, whichever engines they belong to."""
-    unsharder = unsharder_of(parameters[0])
-    mine = [p for p in parameters if unsharder_of(p) is unsharder]
-    others = [p for p in parameters if unsharder_of(p) is not unsharder]
+    access = access_of(parameters[0])
+    mine = [p for p in parameters if access_of(p) is access]
+    others = [p for p in parameters if access_of(p) is not access]
     if others:
-        return unsharder.call_unsharded(mine, func, lambda: _call_unsharded(others, func, call))
-    return unsharder.call_unsharded(mine, func, call)
+        return access.call_unsharded(mine, func, lambda: _call_unsharded(others, func, call))
+    return access.call_unsharded(mine, func, call)
 
 
 def _use_tiles(

@@ -1,7 +1,7 @@
-"""Parameters in blocks: everything that is needed to show and to reshard them, and nothing of training.
+"""The store of one model's parameters: memory, files, the host tier and its threads; nothing of training.
 
-A host exists from `zi.init` on, while the model is still being built, or from `zi.prepare`. It owns the memory, the
-files and the policy's executor; training adds records, gradients and a worker on top.
+It exists from `zi.init` on, while the model is still being built, or from `zi.prepare`. Training adds optimizer
+records and gradients on top.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -23,8 +21,10 @@ from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.dtensor import local_of
-from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.params.unshard import Unsharder
+from zero_infinity.params.offloaded_param import ParameterAccess
+from zero_infinity.params.unit import Unit
+from zero_infinity.params.unit_access import StorageIndex
+from zero_infinity.params.unit_values import HostValues, ValueSources
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.policy.partition import ONE_RANK, RankPartition, Sharding
 from zero_infinity.policy.zero_stage import ZeroStage
@@ -32,21 +32,29 @@ from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_engine import IOEngine
-from zero_infinity.tiers.device_cache import HostUnits, UnitSource
+from zero_infinity.tiers.compute_thread import ComputeThread
 from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.update_worker import UpdateWorker
 
 # Fetching ahead needs an order, and there is none before training.
 _NO_LOOKAHEAD = 0
 
 
-class TrainingHooks(Protocol):
-    """What is done with the parameters beyond holding them."""
+class StateDictScope:
+    """Counts the state_dicts that are being made: their tensors are copies, not views that would pin every unit."""
 
-    def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:
-        """Inside, retained gradients are on the parameters; what is changed is kept."""
+    def __init__(self) -> None:
+        self._num_open = 0
 
-    def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip the gradients at the coming step; returns their norm."""
+    @property
+    def is_open(self) -> bool:
+        return self._num_open > 0
+
+    def begin(self) -> None:
+        self._num_open += 1
+
+    def end(self) -> None:
+        self._num_open -= 1
 
 
 class ParameterStore:
@@ -63,19 +71,21 @@ class ParameterStore:
         rank = ranks.rank if ranks is not None else None
         self.run_trace = RunTrace(config.trace, budget, rank) if config.trace is not None else None
         trace = self.run_trace.trace if self.run_trace is not None else None
-        if ranks is not None:
-            ranks.trace = trace
+        if ranks is not None and trace is not None:
+            ranks.trace_into(trace)
         pool = BufferPool(budget)
         engine = IOEngine(parts.make_device(config.nvme), trace=trace) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify, trace=trace)
-        self.host_cache = HostCache(self.store, pool.budget, _NO_LOOKAHEAD, self.run_trace, parts.make_policy)
-        self.source: UnitSource = HostUnits(self.host_cache)
-        self.unsharder = StoreUnsharder(self)
+        self.update_worker = UpdateWorker(self.store, self.run_trace)
+        self.compute_thread = ComputeThread(self.update_worker, self.run_trace)
+        self.host_cache = HostCache(self.store, self.compute_thread, parts.make_policy, pool.budget, _NO_LOOKAHEAD)
+        self.sources = ValueSources(HostValues(self.host_cache))
+        self.storages = StorageIndex()
+        self.state_dicts = StateDictScope()
         self.units: list[Unit] = []
-        self.training: TrainingHooks | None = None  # set when the model is prepared
-        self.end_construction: Callable[[], None] = _nothing  # gives back what only the construction needed
-        # What to close, last opened first, when nobody can use the parameters any more.
-        self.closers: list[Callable[[], None]] = [self.store.close]
+        # What to close, last opened first, when nobody can use the parameters any more. None of these may refer to the
+        # model: they are kept until it is collected.
+        self.closers: list[Callable[[], None]] = [self.store.close, self.update_worker.close]
         if self.run_trace is not None:
             self.closers.insert(0, self.run_trace.close)
         self._pid = os.getpid()
@@ -96,9 +106,9 @@ class ParameterStore:
 
     def add(self, unit: Unit, home: Home) -> None:
         """Give a unit its block, without content."""
-        unit.block = self.store.create(unit.name, unit.stored_bytes, home)
-        self.host_cache.add(unit.block)
-        unit.source = self.source
+        block = self.store.create(unit.name, unit.stored_bytes, home)
+        unit.state.store_in(block)
+        self.host_cache.add(block)
         self.units.append(unit)
 
     def drop_forgotten(self, kept: Collection[Unit]) -> None:
@@ -120,10 +130,7 @@ class ParameterStore:
 
     def fill(self, unit: Unit) -> None:
         """Copy the values of a unit's parameters into its block."""
-        block = unit.the_block()
-        self.host_cache.access(block)
-        self.host_cache.wait(block)
-        with self.store.changing(block) as memory, self.host_cache.pinned(block), torch.no_grad():
+        with self.host_cache.writing(unit.the_block()) as memory, torch.no_grad():
             flat = memory.view(unit.dtype)
             if not unit.is_stored_in_parts:
                 for managed in unit.parameters:
@@ -135,13 +142,12 @@ class ParameterStore:
                         mine.start - managed.offset : mine.stop - managed.offset
                     ]
                     flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
-        self.store.mark_dirty(block)
 
-    def reshard(self, unit: Unit) -> None:
-        """From now on the block is where the values are."""
+    def offload(self, unit: Unit, access: ParameterAccess) -> None:
+        """From now on the block is where the values are, and `access` shows them."""
         for managed in unit.parameters:
             shown = managed.whole or managed
-            offloaded_param.adopt(shown, self.unsharder)
+            offloaded_param.adopt(shown, access)
             offloaded_param.reshard(shown)
 
     def drop(self, unit: Unit) -> None:
@@ -156,18 +162,6 @@ class ParameterStore:
         if os.getpid() == self._pid:
             _close(self.closers)
 
-    @contextmanager
-    def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-        """Show values in full; changes are kept."""
-        gradients = self.training.showing_gradients(parameters) if self.training is not None else nullcontext()
-        with self.unsharder.unsharded(parameters), gradients:
-            try:
-                yield
-            finally:
-                for managed in parameters:
-                    # Changes through .data or numpy leave no trace: take it that there were some.
-                    self.unsharder.keep(managed)
-
 
 def budget_of(config: Config, ranks: RankGroup | None) -> int:
     """The bytes that a rank may hold. Not the same each time when nobody has set them."""
@@ -179,26 +173,6 @@ def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:
     if ranks is None:
         return ONE_RANK
     return Sharding(ranks.rank, RankPartition(ranks.num_ranks, config.partition), ZeroStage(config.stage))
-
-
-def _nothing() -> None:
-    return None
-
-
-class StoreUnsharder(Unsharder):
-    """The exposure of a host's parameters, by which they find their host."""
-
-    def __init__(self, host: ParameterStore) -> None:
-        super().__init__()
-        self.host = host
-
-
-def store_of(managed: ManagedParameter) -> ParameterStore:
-    """The host that a parameter lives in."""
-    unsharder = offloaded_param.unsharder_of(managed)
-    if not isinstance(unsharder, StoreUnsharder):
-        raise TypeError(f"parameter {managed.name!r} is unsharded by {type(unsharder).__name__}")
-    return unsharder.host
 
 
 # For the end of the process only: a thread that is inside torch when the interpreter goes takes the process with it.

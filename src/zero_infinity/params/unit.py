@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,13 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from zero_infinity._torch import no_torch_function, version_of
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import is_distributed, local_of
+from zero_infinity.params.unit_state import ParameterState, UnitState
 from zero_infinity.policy.partition import ONE_RANK, Sharding, ShardLayout, Span
 from zero_infinity.policy.sizes import round_up_elements
 from zero_infinity.policy.unit_sizes import stored_bytes
 from zero_infinity.storage.block import Block
-
-if TYPE_CHECKING:
-    from zero_infinity.tiers.device_cache import UnitSource
 
 # Where a parameter keeps its ManagedParameter.
 ATTRIBUTE = "_zero_infinity"
@@ -73,11 +71,8 @@ class ManagedParameter:
     )  # what the parameter shows while its bytes are elsewhere: the cell, with the true shape
     plain_class: type[nn.Parameter]
     is_distributed: bool = False  # the local part of a DTensor
-    num_unshards: int = 0
-    unsharded_version: int = 0
-    num_changes: int = 0  # by updates, and by tensors that the user put in its place
+    state: ParameterState = field(default_factory=ParameterState)
     group: int | None = None  # index of the optimizer's parameter group; None: not trained
-    edited: bool = False  # the user may have changed the value: a master copy must be refreshed from it
     gradient_hook: GradientTaker | None = None
     gradient_hook_handle: RemovableHandle | None = None
     tiles: list[ManagedParameter] = field(default_factory=list)
@@ -133,7 +128,21 @@ class ManagedParameter:
         """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
         related = [self, *self.tiles, *([self.whole] if self.whole is not None else [])]
         with no_torch_function():
-            return version_of(self.parameter) + sum(one.num_changes for one in related)
+            return version_of(self.parameter) + sum(one.state.num_changes for one in related)
+
+    def train_in(self, group: int) -> None:
+        """The optimizer trains it, and its tiles, in this parameter group."""
+        for one in (self, *self.tiles):
+            one.group = group
+
+    def use_tiles(self, use: TiledUse) -> None:
+        """From now on torch functions use its tiles through `use`."""
+        self.tiled_use = use
+
+    def hook_gradient(self, hook: GradientTaker) -> None:
+        """From now on `hook` takes its gradients."""
+        self.gradient_hook = hook
+        self.hook_gradient_last()
 
     def hook_gradient_last(self) -> None:
         """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
@@ -180,14 +189,10 @@ class Unit:
     number: int  # the same on every rank
     shards: ShardLayout
     parameters: list[ManagedParameter] = field(default_factory=list)
-    block: Block | None = None
-    source: UnitSource | None = None  # who gives its elements to those who compute with them
-    num_unsharded: int = 0
+    state: UnitState = field(default_factory=UnitState)
     # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
     handles: list[weakref.ref[object]] = field(default_factory=list)
     forget_handles_at: int = 8
-    flat: torch.Tensor | None = None  # the elements, while a parameter is unsharded
-    alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
 
     @property
     def num_elements(self) -> int:
@@ -240,18 +245,18 @@ class Unit:
     def rename(self, name: str) -> None:
         """Its module has got a name."""
         self.name = name
-        if self.block is not None:
-            self.block.name = name
+        if self.state.block is not None:
+            self.state.block.rename(name)
+
+    @property
+    def is_stored(self) -> bool:
+        """True if it has a block."""
+        return self.state.block is not None
 
     def the_block(self) -> Block:
-        if self.block is None:
+        if self.state.block is None:
             raise RuntimeError(f"unit {self.name!r} has no block yet")
-        return self.block
-
-    def the_source(self) -> UnitSource:
-        if self.source is None:
-            raise RuntimeError(f"unit {self.name!r} has no source yet")
-        return self.source
+        return self.state.block
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class CachePolicy:
         self.cached_bytes = 0
         self._order: list[BlockId] = []
         self._positions: dict[BlockId, list[int]] = {}
-        self._run_trace: list[BlockId] = []
+        self._recorded: list[BlockId] = []
         self._clock = 0  # absolute position: cycles * len(order) + place in the cycle
         self._lost: BlockId | None = None  # the last access, when it had no place in the order ahead
         self._num_accesses = 0
@@ -105,7 +105,7 @@ class CachePolicy:
 
     def access(self, block: BlockId) -> Decision:
         """`block` is used now."""
-        self._run_trace.append(block)
+        self._recorded.append(block)
         self._num_accesses += 1
         self._recency[block] = self._num_accesses
         self._follow(block)
@@ -127,7 +127,7 @@ class CachePolicy:
 
     def retract(self) -> None:
         """The last access did not happen after all: it is not part of the order."""
-        self._run_trace.pop()
+        self._recorded.pop()
 
     def shrink(self, budget: int) -> tuple[BlockId, ...]:
         """Change the budget; returns what has to leave for it."""
@@ -147,7 +147,7 @@ class CachePolicy:
 
         Unless it is known that the next cycle will differ (`same_order` is False): then it is recorded afresh.
         """
-        recorded, self._run_trace = self._run_trace, []
+        recorded, self._recorded = self._recorded, []
         if not same_order:
             self._adopt([])
         elif recorded and recorded != self._order:

@@ -59,6 +59,10 @@ class Block:
         )
         return f"<Block {self.name} {format_bytes(self.num_bytes)}{'*' * self.dirty} {stays or 'absent'}>"
 
+    def rename(self, name: str) -> None:
+        """What it holds has got another name."""
+        self.name = name
+
     @property
     def residence(self) -> Residence:
         stay = self._current_stay()

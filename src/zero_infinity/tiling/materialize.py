@@ -17,7 +17,7 @@ import torch
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.params.unshard import Unsharder
+from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.tiers.accelerator import DeviceMemory
 from zero_infinity.tiers.host_cache import SpareBytes
@@ -38,13 +38,13 @@ class Materializer:
 
     def __init__(
         self,
-        unsharder: Unsharder,
+        access: UnitAccess,
         lender: Lender,
         allocate: Callable[[int], DeviceMemory],
         spare: SpareBytes,
         budget: int,
     ) -> None:
-        self._unsharder = unsharder
+        self._access = access
         self._lender = lender
         self._allocate = allocate
         self._spare = spare  # is used before anything is lent
@@ -62,7 +62,7 @@ class Materializer:
         whole = unit.parameters[0]
         with torch.no_grad():
             for tile in whole.tiles:
-                rows_of(tile, flat).copy_(tile.of(self._unsharder.acquire(tile.unit)))
+                rows_of(tile, flat).copy_(tile.of(self._access.acquire(tile.unit)))
         self._made_of[unit] = _states(whole)
         return flat
 
@@ -77,10 +77,10 @@ class Materializer:
 
     def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         for tile in parameter.tiles:
-            write(self._unsharder, tile, rows_of(tile, flat))
+            write(self._access, tile, rows_of(tile, flat))
 
     def may_change(self, unit: Unit) -> None:
-        flat = unit.alive() if unit.alive is not None else None
+        flat = unit.state.last_acquired
         if flat is not None:
             self._written[unit] = flat
 
@@ -104,11 +104,11 @@ class Materializer:
         if flat is not None:
             parameter = unit.parameters[0]
             for tile in parameter.tiles:
-                tile.edited = True
+                tile.state.edit()
             with torch.no_grad():
                 self.keep(parameter, flat)
             # Who holds a tensor over the old copy can write to it again, and will not be heard.
-            unit.alive = None
+            unit.state.forget_acquired()
         self._collect()
 
     # ------------------------------------------------------------------ room
@@ -155,12 +155,12 @@ def rows_of(tile: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
     return tile.rows_of(tile.whole.of(flat))
 
 
-def write(unsharder: Unsharder, tile: ManagedParameter, value: torch.Tensor) -> None:
+def write(access: UnitAccess, tile: ManagedParameter, value: torch.Tensor) -> None:
     """Store another value of a tile."""
-    flat = unsharder.acquire(tile.unit)
+    flat = access.acquire(tile.unit)
     tile.of(flat).copy_(value)
-    tile.unit.the_source().keep(tile, flat)
+    access.sources.of(tile.unit).keep(tile, flat)
 
 
 def _states(whole: ManagedParameter) -> list[int]:
-    return [whole.num_changes, *(tile.num_changes for tile in whole.tiles)]
+    return [whole.state.num_changes, *(tile.state.num_changes for tile in whole.tiles)]

@@ -23,10 +23,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from zero_infinity._torch import inside_func_transform, keeps_graph, will_execute_node
+from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.interrupts import held
-from zero_infinity.params.disable_modes import ordinary_tensors
+from zero_infinity.params.saved_tensors import SavedHandle
 from zero_infinity.params.unit import ManagedParameter
-from zero_infinity.params.unshard import SavedHandle, Unsharder
+from zero_infinity.params.unshard import Unsharder
 from zero_infinity.tiling.materialize import Materializer
 from zero_infinity.tiling.tiled_init import edit_by
 
@@ -39,6 +40,12 @@ class TileGradientTaker(Protocol):
     def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None: ...
 
 
+class MakeLogits(Protocol):
+    """Makes logits that are never whole, in place of a linear layer."""
+
+    def __call__(self, use: TiledWeight, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor: ...
+
+
 class TiledWeight:
     """One parameter with its tiles, as torch functions see it."""
 
@@ -46,15 +53,17 @@ class TiledWeight:
         self,
         whole: ManagedParameter,
         unsharder: Unsharder,
-        assembled: Materializer,
+        materializer: Materializer,
         trainer: TileGradientTaker | None = None,
+        make_logits: MakeLogits | None = None,
     ) -> None:
         self.whole = whole
         self._unsharder = unsharder
-        self._assembled = assembled
+        self._access = unsharder.access
+        self._materializer = materializer
         self.trainer = trainer  # None before `prepare`
         # In place of a linear layer, when its outputs are logits over a vocabulary: `tiling/lazy_logits.py`.
-        self.make_logits: Callable[[TiledWeight, torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+        self.make_logits = make_logits
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         if inside_func_transform():
@@ -81,11 +90,13 @@ class TiledWeight:
 
         A function of its own, so that no local variable refers to them when the next tile is fetched.
         """
-        source = tile.unit.the_source()
+        source = self._access.sources.of(tile.unit)
         with held():
-            self._assembled.settle(self.whole.unit)
-            unsharder = self._unsharder
-            value = unsharder.restore(handle) if handle is not None else tile.of(unsharder.acquire(tile.unit))
+            self._materializer.settle(self.whole.unit)
+            if handle is not None:
+                value = self._unsharder.hooks.restore(handle)
+            else:
+                value = tile.of(self._access.acquire(tile.unit))
             source.pin(tile.unit)
         try:
             return work(value)
@@ -108,29 +119,27 @@ class TiledWeight:
         """One row as it is: who writes to it writes to the weight."""
         tile = next(tile for tile in reversed(self.tiles) if tile.first_row <= number)
         with held():
-            self._assembled.settle(self.whole.unit)
-            row = tile.of(self._unsharder.acquire(tile.unit))[number - tile.first_row]
-            self._unsharder.may_change(tile)
+            self._materializer.settle(self.whole.unit)
+            row = tile.of(self._access.acquire(tile.unit))[number - tile.first_row]
+            self._access.may_change(tile)
         return row
 
     def is_copying(self) -> bool:
         """Whether a state_dict is being made."""
-        return self._unsharder.num_copying > 0
+        return self._unsharder.owner.parameter_store.state_dicts.is_open
 
     def edit(self, work: Callable[[ManagedParameter, torch.Tensor], object]) -> None:
         """Let `work` change each tile's values, in order."""
         with held(), ordinary_tensors(), torch.no_grad():
-            self._assembled.settle(self.whole.unit)
+            self._materializer.settle(self.whole.unit)
             for tile in self.tiles:
                 self._edit_tile(tile, work)
-            self.whole.num_changes += 1
+            self.whole.state.replace()
 
     def _edit_tile(self, tile: ManagedParameter, work: Callable[[ManagedParameter, torch.Tensor], object]) -> None:
-        flat = self._unsharder.acquire(tile.unit)
+        flat = self._access.acquire(tile.unit)
         work(tile, tile.of(flat))
-        # The master copy first: it takes all bits, what is stored may not.
-        self._unsharder.on_edit(tile, flat)
-        tile.unit.the_source().keep(tile, flat)
+        self._access.store(tile, flat)
 
 
 class Saved:

@@ -29,10 +29,10 @@ def test_synchronize_waits_for_copies_that_were_asked_for() -> None:
     config = zi.Config(memory="4MiB", nvme=None)
     model, _ = zi.prepare(model, torch.optim.SGD(model.parameters()), config, accelerator=accelerator)
     engine = engine_of(model)
-    cache = engine._cache
+    cache = engine.cache
     assert cache is not None
     for group in cache._groups.values():
-        cache._access(group)
+        cache._tier.access(group)
     assert accelerator.num_uploads < 4  # on their way
     zi.synchronize(model)
     assert accelerator.num_uploads == 4

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from zero_infinity.errors import EngineClosedError
-from zero_infinity.optim import update_worker as updaters
 from zero_infinity.optim.state_records import Chunk
-from zero_infinity.optim.update_worker import UpdateWorker
 from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.tiers import update_worker as updaters
+from zero_infinity.tiers.update_worker import UpdateWorker
 
 SECONDS = 20.0
 
@@ -53,8 +53,19 @@ def log() -> list[tuple[str, bool]]:
     return []
 
 
+class Worker(UpdateWorker):
+    """Whose jobs are all shared with the computing thread, or none."""
+
+    def __init__(self, *, shares_cores: bool) -> None:
+        super().__init__(cast(BlockStore, Store()))
+        self._shares_cores = shares_cores
+
+    def submit(self, job: Any, *, is_shared: bool | None = None) -> None:
+        super().submit(job, is_shared=self._shares_cores if is_shared is None else is_shared)
+
+
 def make(*, shares_cores: bool) -> UpdateWorker:
-    return UpdateWorker(cast(BlockStore, Store()), shares_cores=shares_cores)
+    return Worker(shares_cores=shares_cores)
 
 
 def wait_for_all(update_worker: UpdateWorker) -> None:

@@ -1,9 +1,9 @@
-"""Updates parameters while the model computes.
+"""Runs optimizer updates while the model computes.
 
-A job works on one unit: for each chunk it waits for the chunk's blocks, changes them in place, and lets them go home.
-Jobs run in the order in which they were submitted. The blocks of a job were accessed (and so fetched) by the thread
-that submitted it, in the order in which the job uses them; here they are only waited for, changed and let go. A job
-never touches an `nn.Parameter`.
+A job works on one unit: for each chunk it waits for the chunk's blocks, changes them in place and releases them. Jobs
+run in submission order. The thread that submitted a job has accessed (and so fetched) its blocks, in the order in which
+the job uses them; here they are only waited for, changed and released. A job never touches an `nn.Parameter`.
+`compute_thread.py` says when the thread that computes the model runs jobs, and when the worker does.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
-from zero_infinity.optim.state_records import Chunk
-from zero_infinity.params.disable_modes import ordinary_tensors
 from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
@@ -31,7 +30,10 @@ from zero_infinity.storage.block_store import BlockStore
 _PATIENCE_SECONDS = 0.25
 
 
-class UpdateJob(Protocol):
+Chunk = TypeVar("Chunk")
+
+
+class UpdateJob(Protocol[Chunk]):
     """Work on the chunks of one unit, in their order."""
 
     @property
@@ -39,7 +41,7 @@ class UpdateJob(Protocol):
         """Whether its gradients are there."""
 
     @property
-    def chunks(self) -> list[Chunk]: ...
+    def chunks(self) -> Sequence[Chunk]: ...
 
     def blocks(self, chunk: Chunk) -> list[Block]:
         """What it changes or reads for `chunk`."""
@@ -54,26 +56,26 @@ class UpdateJob(Protocol):
 class _Progress:
     """How far a job has come."""
 
-    __slots__ = ("job", "next_chunk")
+    __slots__ = ("is_shared", "job", "next_chunk")
 
-    def __init__(self, job: UpdateJob) -> None:
+    def __init__(self, job: UpdateJob[Any], *, is_shared: bool) -> None:
         self.job = job
+        self.is_shared = is_shared  # with the computing thread
         self.next_chunk = 0
 
 
 class UpdateWorker:
-    """Runs jobs in their order. An error in a job is kept, and raised by whoever submits or waits next.
+    """Runs jobs in order. An error in a job is kept, and raised by whoever submits or waits next.
 
-    With an accelerator (`shares_cores` is False) a worker thread runs them all. On a CPU that also computes the model
-    a second thread would take turns with the model's kernels on the same cores, and each of these ends with its slowest
-    core. So there the thread that computes runs what is ready whenever it comes by (`help`), on all its cores; the
-    worker steps in, on one core, while that thread waits (`take_over`), and when it has not come by for a while.
+    With an accelerator the worker thread runs them all. On a CPU that also computes the model, a second thread would
+    compete with the model's kernels for the cores, and each of these ends with its slowest core. So there the computing
+    thread runs what is ready whenever it passes by (`help`), on all its cores; the worker steps in, on one core, while
+    that thread waits (`take_over`), and when it has not passed by for a while.
     """
 
-    def __init__(self, store: BlockStore, *, shares_cores: bool, run_trace: RunTrace | None = None) -> None:
+    def __init__(self, store: BlockStore, run_trace: RunTrace | None = None) -> None:
         self._store = store
         self._run_trace = run_trace
-        self._shares_cores = shares_cores
         lock = threading.RLock()  # a signal handler may close the engine while its thread is in here
         self._changed = threading.Condition(lock)  # told of every job and chunk that is done
         # Apart, since waking the worker takes a core away from the model: only when there is something for it to do.
@@ -81,7 +83,7 @@ class UpdateWorker:
         self._is_asleep = False  # the worker, until it is called
         self._jobs: deque[_Progress] = deque()
         self._is_running = False  # somebody works on the first job
-        self._is_away = not shares_cores  # the computing thread does not come by
+        self._is_away = False  # the computing thread does not come by
         self._num_visits = 0  # of the computing thread
         self._is_closed = False
         self._error: BaseException | None = None
@@ -90,18 +92,18 @@ class UpdateWorker:
 
     # ------------------------------------------------------------------ the computing thread
 
-    def submit(self, job: UpdateJob) -> None:
-        """Run the job, or leave it for later."""
+    def submit(self, job: UpdateJob[Any], *, is_shared: bool) -> None:
+        """Run the job, or leave it for later. `is_shared`: the computing thread may run it, too."""
         self.check()
         with self._changed:
-            self._jobs.append(_Progress(job))
-            if not self._shares_cores:
+            self._jobs.append(_Progress(job, is_shared=is_shared))
+            if not is_shared:
                 self._calling.notify()
         self.help()
 
     def help(self) -> None:
-        """The computing thread comes by: update what is ready."""
-        if not self._jobs or not self._shares_cores or not self._begin():
+        """The computing thread passes by: update what is ready."""
+        if not self._jobs or not self._begin():
             return
         start = time.perf_counter()
         try:
@@ -178,7 +180,7 @@ class UpdateWorker:
             while not self._is_closed:
                 num_visits = self._num_visits
                 idle = bool(self._jobs) and not self._is_running
-                if idle and self._is_away:
+                if idle and (self._is_away or not self._jobs[0].is_shared):
                     break
                 # Not away: it has some time to come by. Busy: whoever works calls when he ends, if something is left.
                 self._is_asleep = not idle
@@ -196,7 +198,7 @@ class UpdateWorker:
         with self._changed:
             self._is_away = False
             self._num_visits += 1
-            if self._is_running or self._error is not None:
+            if self._is_running or self._error is not None or not self._jobs or not self._jobs[0].is_shared:
                 return False
             self._is_running = True
             return True

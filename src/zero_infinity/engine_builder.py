@@ -1,0 +1,346 @@
+"""Builds the engine of one model, in an order that leaves the model plain when anything fails.
+
+First everything that can fail because of a user's mistake is checked, before any data moves; then room is reserved,
+ranks connect, and values move into blocks. The last thing is to offload the parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_infinity.activations import recompute
+from zero_infinity.activations.block_finder import Stack
+from zero_infinity.activations.make_offload import make_activation_offload
+from zero_infinity.activations.offload import ActivationOffload
+from zero_infinity.comm.channel import Topic
+from zero_infinity.comm.channels import START, Channels, connect
+from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.config import Config
+from zero_infinity.deferred_init import DeferredInit
+from zero_infinity.engine_parts import EngineParts
+from zero_infinity.errors import UsageError
+from zero_infinity.model_layout import ModelLayout, is_copied, plan_layout
+from zero_infinity.optim.gradient_flow import GradientParts, GradientSettings
+from zero_infinity.optim.gradient_hook import GradientHook
+from zero_infinity.optim.loss_scale import CastInputs, LossScale, ScaleOutputs
+from zero_infinity.optim.make_training import TrainedParameters, Training, make_collectives, make_training
+from zero_infinity.optim.state_records import make_chunks
+from zero_infinity.params import module_hooks, offloaded_param
+from zero_infinity.params.dtensor import check_group, local_of
+from zero_infinity.params.environment import environment_of
+from zero_infinity.params.moe_routing import ExpertRouting, RoutingWatch
+from zero_infinity.params.parameter_store import ParameterStore
+from zero_infinity.params.saved_tensors import SavedTensorHooks
+from zero_infinity.params.unit import refuse_shared_memory
+from zero_infinity.params.unit_access import UnitAccess
+from zero_infinity.params.unit_values import CopiedValues
+from zero_infinity.params.unshard import ParameterOwner, Unsharder
+from zero_infinity.policy.memory_budget import copy_lookahead
+from zero_infinity.tiers.accelerator import ComputeDevice, CpuDevice
+from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
+from zero_infinity.tiers.host_cache import SpareBytes
+from zero_infinity.tiling.attach_tiles import attach_tiles
+from zero_infinity.tiling.materialize import Materializer
+from zero_infinity.trace import COPIES, DEVICE
+from zero_infinity.units import format_count
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The parts of an engine."""
+
+    channels: Channels | None
+    cache: DeviceCache | None
+    activations: ActivationOffload | None
+    training: Training
+    unsharder: Unsharder
+
+
+class EngineBuilder:
+    """Plans a model's layout when it is made, and builds the engine's parts from it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config,
+        accelerator: ComputeDevice | None,
+        ranks: RankGroup | None,
+        replicas: RankGroup | None,
+        parts: EngineParts,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._config = config
+        self._accelerator = accelerator
+        self._replicas = replicas
+        self._environment = environment_of(model, config, accelerator, ranks)
+        self.ranks = self._environment.ranks
+        with self._environment.agreed("zi.prepare (checks)"):
+            self._check(model)
+            self._recomputed = self._find_recomputed(model)
+            self.layout: ModelLayout = plan_layout(model, optimizer, self._environment, self._recomputed)
+            self.parameter_store = self._find_store(parts)
+        trace = self.parameter_store.run_trace
+        if trace is not None:
+            trace.set_title(self._title())
+
+    def build(self, owner: ParameterOwner) -> BuiltEngine:
+        """The engine's parts; from then on the model's parameters are `owner`'s."""
+        try:
+            with self._environment.agreed("zi.prepare (swap space)"):
+                self._divide()
+            with self._environment.agreed("zi.prepare (connecting)"):
+                channels = self._connect()
+                activations = self._make_activations()
+            with self._environment.agreed("zi.prepare (moving in)"):
+                routing = self._make_routing(channels)
+                built = self._move_in(owner, channels, activations, routing)
+        except BaseException:
+            # Nothing was offloaded yet: with the store gone the model is as plain as before.
+            self.parameter_store.close()
+            raise
+        self._attach(built, routing)
+        return built
+
+    # ------------------------------------------------------------------ checks and plans
+
+    def _check(self, model: nn.Module) -> None:
+        refuse_shared_memory(model)
+        check_group(dict(model.named_parameters()), self.ranks.group if self.ranks is not None else None)
+
+    def _find_recomputed(self, model: nn.Module) -> Stack:
+        recomputed = recompute.find_blocks(model, self._config)
+        if self._replicas is not None and not recomputed:
+            raise UsageError(
+                "activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
+                "  fix:   checkpoint_activations=True in zi.Config"
+            )
+        return recomputed
+
+    def _find_store(self, parts: EngineParts) -> ParameterStore:
+        """The store of a model from `zi.init`, else a new one."""
+        for owner in self.layout.built_by:
+            return owner.parameter_store
+        return ParameterStore(self._config, self.ranks, self._environment.budget, parts)
+
+    def _title(self) -> str:
+        """Of a trace."""
+        num_parameters = format_count(sum(p.num_elements for p in self.layout.managed.values()))
+        rank = f", rank {self.ranks.rank} of {self.ranks.num_ranks}" if self.ranks is not None else ""
+        return f"{type(self._model).__name__}: {num_parameters} parameters{rank}"
+
+    # ------------------------------------------------------------------ room and connections
+
+    def _divide(self) -> None:
+        """Set apart what is not for the host tier's blocks, and reserve room on NVMe."""
+        store, division = self.parameter_store, self.layout.placement
+        for owner in self.layout.built_by:
+            if isinstance(owner, DeferredInit):
+                owner.finish()
+        store.host_cache.limit(division.cache, division.lookahead)
+        store.store.pool.charge(division.set_aside + self.layout.copies + 2 * self.layout.bucket_bytes)
+        store.store.reserve(division.swap)
+
+    def _connect(self) -> Channels | None:
+        if self.ranks is None:
+            return None
+        copied = self._accelerator is not None or self.layout.copies
+        names = {unit.number: unit.name for unit in self.layout.units}
+        num_elements = sum(unit.num_elements for unit in self.layout.units)
+        device = self._environment.device if copied else None
+        return connect(self.ranks, self._environment.sharding, names, num_elements, device)
+
+    def _make_activations(self) -> ActivationOffload | None:
+        store = self.parameter_store
+        if self._replicas is not None:
+            if store.run_trace is not None:
+                self._replicas.trace_into(store.run_trace.trace)
+            store.closers.append(self._replicas.leave)
+        return make_activation_offload(
+            self._config,
+            store.host_cache,
+            self._environment.device,
+            self.layout.placement,
+            self.layout.spare,
+            self._replicas,
+        )
+
+    def _make_routing(self, channels: Channels | None) -> ExpertRouting | None:
+        if channels is None:
+            return None
+        return ExpertRouting(RoutingWatch(self._model, self.layout.owners), channels.steps)
+
+    # ------------------------------------------------------------------ moving in
+
+    def _move_in(
+        self,
+        owner: ParameterOwner,
+        channels: Channels | None,
+        activations: ActivationOffload | None,
+        routing: ExpertRouting | None,
+    ) -> BuiltEngine:
+        store, layout = self.parameter_store, self.layout
+        store.drop_forgotten({*layout.units, *layout.replaced})
+        self._spread_values(channels)
+        cache = self._make_cache(channels, routing)
+        new_units = [unit for unit in layout.units if not unit.is_stored]
+        for unit, home in zip(layout.units, layout.placement.homes, strict=True):
+            if not unit.is_stored:
+                store.add(unit, home)
+        self._serve_copies(cache)
+        store.closers.append(store.update_worker.close)  # before the copies, which may wait for an update
+        self._make_chunks()
+        training = self._make_training(channels, cache, routing)
+        access = UnitAccess(store.compute_thread, store.sources, store.storages, training.observer)
+        pack = activations.pack if activations is not None else None
+        hooks = SavedTensorHooks(access, pack, keeps_all=self._config.offload_activations == "all")
+        unsharder = Unsharder(owner, access, hooks)
+        self._write_masters(training)
+        for unit in new_units:
+            store.fill(unit)
+        training.states.take_states()
+        lazy_logits = (
+            training.loss_scale is None
+        )  # a loss is scaled through the model's outputs, which have to be there
+        attach_tiles(
+            layout.tiled, unsharder, self._materializer(access, cache), training.gradients, lazy_logits=lazy_logits
+        )
+        store.store.settle()
+        for unit in new_units:
+            store.offload(unit, unsharder)
+        for unit in layout.replaced:
+            if cache is not None:
+                cache.remove(unit)
+            store.drop(unit)
+        store.store.reset_heap_baseline()
+        if self.ranks is not None:
+            store.closers.append(self.ranks.leave)
+        return BuiltEngine(channels, cache, activations, training, unsharder)
+
+    def _spread_values(self, channels: Channels | None) -> None:
+        """All ranks start with the values of the first."""
+        if channels is None:
+            return
+        topic = Topic("start", START, "the values to start with")
+        plain = [local_of(p.detach()) for p in self.layout.managed if offloaded_param.managed(p) is None]
+        for tensor in [*plain, *map(local_of, self._model.buffers())]:
+            channels.steps.spread(topic, tensor)
+
+    def _make_cache(self, channels: Channels | None, routing: ExpertRouting | None) -> DeviceCache | None:
+        store, copies = self.parameter_store, self.layout.copies
+        if self._accelerator is None and not copies:
+            return None
+        device: ComputeDevice = self._accelerator or CpuDevice(copies)
+        budget = copies or self._config.device_memory or device.budget
+        cache = make_device_cache(
+            store.host_cache,
+            device,
+            store.parts.make_policy,
+            budget,
+            copy_lookahead(budget),
+            channel=channels.copies if channels is not None else None,
+            tier_name=COPIES if self._accelerator is None else DEVICE,
+            routing=routing,
+        )
+        store.closers.append(cache.copier.close)
+        return cache
+
+    def _serve_copies(self, cache: DeviceCache | None) -> None:
+        """Let modules see copies of the units that they cannot use as they are stored."""
+        if cache is None:
+            return
+        copied = CopiedValues(cache)
+        for unit in (*self.layout.units, *self.layout.replaced):
+            if self._accelerator is not None or is_copied(unit):
+                cache.add(unit)
+                self.parameter_store.sources.serve(unit, copied)
+
+    def _make_chunks(self) -> None:
+        store, layout = self.parameter_store, self.layout
+        for unit, record in layout.records.items():
+            for block in make_chunks(
+                record,
+                layout.placement.chunk_bytes,
+                unit.the_block().home,
+                store.store,
+                whole_gradients=layout.whole_gradients,
+            ):
+                store.host_cache.add(block)
+
+    def _make_training(
+        self, channels: Channels | None, cache: DeviceCache | None, routing: ExpertRouting | None
+    ) -> Training:
+        store, layout, config = self.parameter_store, self.layout, self._config
+        loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in layout.units) else None
+        clips = config.max_grad_norm is not None
+        collectives = None
+        if channels is not None and routing is not None:
+            collectives = make_collectives(
+                store.store,
+                channels,
+                self._environment.sharding,
+                routing,
+                cache,
+                bucket_bytes=layout.bucket_bytes,
+                reduce_dtype=config.reduce_dtype,
+                on_close=store.closers.append,
+            )
+        return make_training(
+            GradientParts(
+                store.host_cache,
+                store.update_worker,
+                store.sources,
+                self._optimizer,
+                layout.records,
+                store.run_trace,
+                self._accelerator.download if self._accelerator is not None else None,
+            ),
+            GradientSettings(
+                reserve=layout.placement.set_aside,
+                num_backwards=config.gradient_accumulation_steps,
+                early=config.update == "auto" and not clips and loss_scale is None,
+                norms=clips or loss_scale is not None,
+            ),
+            TrainedParameters(layout.managed, layout.unmanaged, list(self._model.parameters())),
+            collectives,
+            max_grad_norm=config.max_grad_norm,
+            loss_scale=loss_scale,
+        )
+
+    def _write_masters(self, training: Training) -> None:
+        for record in self.layout.records.values():
+            if record.has_master:
+                for managed in record.state_names:
+                    training.state_io.write_master(managed, local_of(managed.value()))
+
+    def _materializer(self, access: UnitAccess, cache: DeviceCache | None) -> Materializer:
+        store = self.parameter_store
+        if self._accelerator is not None and cache is not None:
+            budget = self._config.device_memory or self._accelerator.budget
+            return Materializer(access, cache, self._accelerator.allocate, SpareBytes(0), budget)
+        budget = self._environment.budget
+        return Materializer(access, store.host_cache, store.store.pool.take, self.layout.spare, budget)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _attach(self, built: BuiltEngine, routing: ExpertRouting | None) -> None:
+        """From here on, every read, change and gradient is seen."""
+        model, layout, training = self._model, self.layout, built.training
+        for managed in layout.managed.values():
+            offloaded_param.adopt(managed, built.unsharder)
+            if managed.group is not None:
+                managed.hook_gradient(GradientHook(training.gradients, managed))
+        module_hooks.attach(model, built.unsharder, layout.owners, self.parameter_store.run_trace)
+        recompute.attach(self._recomputed, built.unsharder.hooks if built.activations is not None else None)
+        if routing is not None:
+            routing.start()
+        computed = layout.computed
+        if len(computed) == 1 and (self._config.param_dtype or self._config.compute_dtype):
+            model.register_forward_pre_hook(CastInputs(*computed), prepend=True, with_kwargs=True)
+        if training.loss_scale is not None:
+            model.register_forward_hook(ScaleOutputs(training.loss_scale))

@@ -1,0 +1,102 @@
+"""Makes what trains a model's parameters, on one rank or over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_infinity.comm.all_gather import ParameterAllGather
+from zero_infinity.comm.channels import Channels
+from zero_infinity.comm.reduce_scatter import ReduceScatter
+from zero_infinity.optim.gradient_flow import GradientFlow, GradientParts, GradientSettings
+from zero_infinity.optim.loss_scale import LossScale
+from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
+from zero_infinity.optim.optimizer_state_io import OptimizerStateIO
+from zero_infinity.optim.resident_params import ResidentParameters
+from zero_infinity.optim.sharded_gradients import GradientCollectives, ShardedGradients
+from zero_infinity.optim.training_observer import TrainingObserver
+from zero_infinity.optim.training_step import TrainingStep
+from zero_infinity.params.moe_routing import ExpertRouting
+from zero_infinity.params.unit import ManagedParameter
+from zero_infinity.policy.partition import Sharding
+from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.tiers.device_cache import DeviceCache
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParameters:
+    """The parameters of one model, sorted."""
+
+    managed: Mapping[nn.Parameter, ManagedParameter]
+    resident: Collection[nn.Parameter]  # trained where they are
+    all: Sequence[nn.Parameter]  # in the order of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What trains one model."""
+
+    gradients: GradientFlow
+    state_io: OptimizerStateIO
+    states: OptimizerStateDict
+    step: TrainingStep
+    observer: TrainingObserver
+    loss_scale: LossScale | None
+
+
+def make_collectives(
+    store: BlockStore,
+    channels: Channels,
+    sharding: Sharding,
+    routing: ExpertRouting,
+    cache: DeviceCache | None,
+    *,
+    bucket_bytes: int,
+    reduce_dtype: str | None,
+    on_close: Callable[[Callable[[], None]], None],
+) -> GradientCollectives:
+    """The collectives of one of several ranks. `on_close` is told how to end their threads."""
+    reduce_scatter = ReduceScatter(
+        channels.gradients,
+        bucket_bytes,
+        wire_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
+        all_reduce=sharding.reduces_everywhere,
+    )
+    on_close(reduce_scatter.close)
+    all_gather = None
+    if channels.updates is not None:
+        all_gather = ParameterAllGather(store, channels.updates)
+        on_close(all_gather.close)
+    gathered = cache if sharding.shards_parameters else None
+    return GradientCollectives(sharding, channels.steps, reduce_scatter, all_gather, routing, gathered)
+
+
+def make_training(
+    parts: GradientParts,
+    settings: GradientSettings,
+    parameters: TrainedParameters,
+    collectives: GradientCollectives | None,
+    *,
+    max_grad_norm: float | None,
+    loss_scale: LossScale | None,
+) -> Training:
+    """Everything that trains these parameters."""
+    channel = collectives.channel if collectives is not None else None
+    state_io = OptimizerStateIO(parts.host_cache, parts.records, channel)
+    gradients = GradientFlow(parts, settings) if collectives is None else ShardedGradients(parts, settings, collectives)
+    resident = ResidentParameters(parts.optimizer, parameters.resident)
+    states = OptimizerStateDict(parts.optimizer, parameters.managed, parts.records, state_io, resident)
+    step = TrainingStep(
+        gradients,
+        resident,
+        parameters.managed,
+        parameters.all,
+        max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
+        channel=channel,
+    )
+    observer = TrainingObserver(gradients, state_io, parts.records, parts.run_trace)
+    return Training(gradients, state_io, states, step, observer, loss_scale)

@@ -1,0 +1,146 @@
+"""Where a module gets a unit's values from, and where changed values go.
+
+`HostValues`: straight from the unit's block, without a copy, when the CPU computes in the dtype that is stored.
+`CopiedValues`: from a copy in the device cache. (`tiling/materialize.py` has a third: a weight put together from its
+tiles.) The table `ValueSources` says which one serves a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.tiers.device_cache import DeviceCache, round_to_stored
+from zero_infinity.tiers.host_cache import HostCache
+
+
+class UnitValues(Protocol):
+    """Gives units' elements to whoever computes with them."""
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        """The elements in `unit.compute_dtype`; they stay while the tensor or a view lives."""
+
+    def current(self, unit: Unit) -> bool:
+        """True if what was last acquired is still the unit's value, in memory."""
+
+    def pin(self, unit: Unit) -> None:
+        """Keep it in memory until `unpin`."""
+
+    def unpin(self, unit: Unit) -> None: ...
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """The user has changed the parameter in `flat`, which was acquired: that is its value now."""
+
+    def may_change(self, unit: Unit) -> None:
+        """The user has a tensor through which the value may change, now or later, without a trace."""
+
+    def aliased(self, unit: Unit) -> bool:
+        """True if a tensor is alive through which an update would be seen."""
+
+    def updated(self, unit: Unit) -> None:
+        """An update of the unit was submitted: copies are out of date."""
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        """A step is over."""
+
+    def write_home(self) -> None:
+        """Write what users may have changed into the blocks, which are about to be read."""
+
+
+class ValueSources:
+    """Which source serves which unit."""
+
+    def __init__(self, default: UnitValues) -> None:
+        self._default = default
+        self._of: dict[Unit, UnitValues] = {}
+
+    def serve(self, unit: Unit, source: UnitValues) -> None:
+        """From now on `source` has the unit's values."""
+        self._of[unit] = source
+
+    def of(self, unit: Unit) -> UnitValues:
+        return self._of.get(unit, self._default)
+
+    def of_all(self, units: Iterable[Unit]) -> list[UnitValues]:
+        """The sources of these units, each once."""
+        return list(dict.fromkeys(self.of(unit) for unit in units))
+
+
+class HostValues:
+    """Units straight from their blocks."""
+
+    def __init__(self, host_cache: HostCache) -> None:
+        self._host_cache = host_cache
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        block = unit.the_block()
+        self._host_cache.bring(block)
+        return self._host_cache.store.lease(block)[: unit.stored_bytes].view(unit.dtype)
+
+    def current(self, unit: Unit) -> bool:
+        return self._host_cache.store.ready(unit.the_block())
+
+    def pin(self, unit: Unit) -> None:
+        self._host_cache.pin(unit.the_block())
+
+    def unpin(self, unit: Unit) -> None:
+        self._host_cache.unpin(unit.the_block())
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:  # noqa: ARG002 - it is there already
+        self._host_cache.store.mark_dirty(parameter.unit.the_block())
+
+    def may_change(self, unit: Unit) -> None:
+        self._host_cache.store.mark_dirty(unit.the_block())
+
+    def aliased(self, unit: Unit) -> bool:
+        return unit.the_block().leased
+
+    def updated(self, unit: Unit) -> None:
+        """The update changes the block itself."""
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        """The host tier has its own."""
+
+    def write_home(self) -> None:
+        """It is written there in the first place."""
+
+
+class CopiedValues:
+    """Units from copies in the device cache."""
+
+    def __init__(self, cache: DeviceCache) -> None:
+        self._cache = cache
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        return self._cache.acquire(unit)
+
+    def current(self, unit: Unit) -> bool:
+        return self._cache.is_current(unit)
+
+    def pin(self, unit: Unit) -> None:
+        self._cache.pin(unit)
+
+    def unpin(self, unit: Unit) -> None:
+        self._cache.unpin(unit)
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        self._cache.write_home(parameter.unit, flat)
+        round_to_stored(parameter.unit, parameter.of(flat))
+
+    def may_change(self, unit: Unit) -> None:
+        self._cache.may_change(unit)
+
+    def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - an update does not touch copies
+        return False
+
+    def updated(self, unit: Unit) -> None:
+        self._cache.invalidate(unit)
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        self._cache.end_cycle(same_order=same_order)
+
+    def write_home(self) -> None:
+        self._cache.write_back_all()

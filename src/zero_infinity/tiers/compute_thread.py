@@ -1,0 +1,40 @@
+"""The thread that computes the model, and what it does for the update worker.
+
+On a CPU the model and the optimizer share the cores. Two rules decide who uses them, and this is where both are kept:
+- When the computing thread *passes by* (it reads a unit, or autograd hands over a gradient), it first runs the updates
+  whose bytes are in memory, on all cores.
+- While it *waits* for a transfer, the update worker takes over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zero_infinity.run_trace import RunTrace
+from zero_infinity.tiers.update_worker import UpdateWorker
+
+
+class ComputeThread:
+    """The computing thread of one model, with the time that it spends waiting."""
+
+    def __init__(self, update_worker: UpdateWorker, run_trace: RunTrace | None) -> None:
+        self._update_worker = update_worker
+        self._run_trace = run_trace
+        self.waited_seconds = 0.0  # the exposed wait that a run reports
+
+    def pass_by(self) -> None:
+        """Run the updates that are ready, unless they are the worker's alone."""
+        self._update_worker.help()
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """The computing thread stands still in here, for `name`."""
+        self._update_worker.take_over()
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self.waited_seconds += seconds
+        if self._run_trace is not None:
+            self._run_trace.waited(name, start, seconds)

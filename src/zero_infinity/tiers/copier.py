@@ -1,0 +1,236 @@
+"""Makes copies of units where they are computed, in order, on a thread of its own.
+
+A copy comes from the unit's block in host memory. Where each rank stores a shard, the thread gathers the rest from the
+other ranks, so all ranks have to submit the same copies in the same order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.errors import DivergenceError, again
+from zero_infinity.interrupts import through
+from zero_infinity.one_core_thread import use_one_core
+from zero_infinity.policy.partition import Span
+from zero_infinity.policy.unit_sizes import copy_bytes
+from zero_infinity.storage.block import Block
+from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.tiers.accelerator import ComputeDevice, DeviceMemory
+from zero_infinity.trace import Category
+
+# How often whoever waits for the copying thread checks that it is still alive.
+_POLL_SECONDS = 0.1
+
+
+class CopySource(Protocol):
+    """What is copied: a unit, as far as this layer knows it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def num_elements(self) -> int: ...
+    @property
+    def spans(self) -> tuple[Span, ...]: ...
+    @property
+    def stored(self) -> Span: ...
+    @property
+    def is_stored_in_parts(self) -> bool: ...
+    def the_block(self) -> Block: ...
+
+
+class DeviceCopy:
+    """One unit's elements where they are computed."""
+
+    __slots__ = ("_make_safe", "_ready", "error", "is_dropped", "is_written", "memory", "source")
+
+    def __init__(self, source: CopySource) -> None:
+        self.source = source
+        self.memory: DeviceMemory | None = None
+        self.error: BaseException | None = None
+        self.is_dropped = False
+        self.is_written = False  # a user's tensor over it may have been written to
+        self._make_safe: Callable[[], None] | None = None
+        self._ready = threading.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    def wait(self) -> None:
+        with through():
+            self._ready.wait()
+
+    def use(self) -> torch.Tensor:
+        """The elements, safe to use on the computing stream; raises what the copy failed with."""
+        if self.error is not None:
+            raise again(self.error)
+        if self._make_safe is not None:
+            self._make_safe()
+        return self.flat()
+
+    def flat(self) -> torch.Tensor:
+        if self.memory is None:
+            raise RuntimeError(f"the copy of {self.source.name!r} has no memory")
+        return self.memory.tensor()[: _num_bytes(self.source)].view(self.source.compute_dtype)
+
+    def made(self, make_safe: Callable[[], None]) -> None:
+        """Its bytes are on their way; `make_safe` makes the computing stream wait for them."""
+        self._make_safe = make_safe
+
+    def finish(self) -> None:
+        """No more will be done about it."""
+        self._ready.set()
+        if self.is_dropped:
+            self.release()
+
+    def drop(self) -> None:
+        """Nobody needs it any more."""
+        self.is_dropped = True
+        if self.is_ready:
+            self.release()
+
+    def release(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    number: int  # the same on every rank
+    name: str
+    copies: list[DeviceCopy]
+
+
+class Copier:
+    """The copying thread. It refers to a unit only while a copy of it is being made."""
+
+    def __init__(self, store: BlockStore, device: ComputeDevice, channel: Channel | None, *, lane: str) -> None:
+        self.device = device
+        self._lane = lane  # in a trace
+        self._channel = channel
+        self._store = store
+        self._changed = threading.Condition(threading.Lock())
+        self._num_pending = 0
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_collective(self) -> bool:
+        """True if copies are gathered from all ranks."""
+        return self._channel is not None
+
+    def submit(self, number: int, name: str, copies: list[DeviceCopy]) -> None:
+        """Make these copies together. Their units' blocks are held for reading."""
+        with self._changed:
+            self._num_pending += 1
+        self._tasks.put(_Task(number, name, copies))
+
+    def drain(self) -> None:
+        """Wait until every copy is made, also those that nobody wants any more. A failure is for whoever acquires."""
+        with self._changed:
+            while self._num_pending and self._thread.is_alive():
+                with through():
+                    self._changed.wait(_POLL_SECONDS)
+
+    def drop(self, copy: DeviceCopy) -> None:
+        """Nobody needs the copy any more."""
+        with self._changed:
+            copy.drop()
+
+    def close(self) -> None:
+        """End the thread after the copy that it makes now."""
+        self._tasks.put(None)
+        if self._channel is not None:
+            self._channel.end(self._thread)
+        elif threading.current_thread() is not self._thread:
+            self._thread.join()
+        self.device.close()
+
+    def _work(self) -> None:
+        use_one_core()
+        failed: BaseException | None = None  # of a collective: there are none after that
+        while (task := self._tasks.get()) is not None:
+            try:
+                if failed is not None:
+                    raise again(failed)
+                self._make(task)
+            except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
+                for copy in task.copies:
+                    copy.error = error.with_traceback(None)  # its frames hold the copies, and their memory
+                # When ranks want different units nothing was exchanged, and they may find a way to go on.
+                if self._channel is not None and not isinstance(error, DivergenceError):
+                    failed = error
+            with self._changed:
+                for copy in task.copies:
+                    copy.finish()
+                self._num_pending -= 1
+                self._changed.notify_all()
+            del task, copy
+
+    def _make(self, task: _Task) -> None:
+        with torch.no_grad():
+            if self._channel is not None:
+                self._gather(self._channel, task)
+                return
+            for copy in task.copies:
+                source = copy.source
+                if not copy.is_dropped:
+                    copy.memory = self.device.allocate(_num_bytes(source))
+                with self._store.reading(source.the_block()) as memory:
+                    if copy.memory is not None:
+                        copy.made(self._upload(source, memory.view(source.dtype), copy.flat()))
+
+    def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        start = time.perf_counter()
+        make_safe = self.device.upload(stored, target)
+        if self._store.trace is not None:
+            seconds = time.perf_counter() - start
+            self._store.trace.span(source.name, Category.FETCH, self._lane, start, seconds, stored.nbytes)
+        return make_safe
+
+    def _gather(self, channel: Channel, task: _Task) -> None:
+        """All-gather these units, also those that are not wanted any more: the other ranks count on it."""
+        wholes: list[tuple[torch.Tensor, Sequence[Span]]] = []
+        for copy in task.copies:
+            source = copy.source
+            with self._store.reading(source.the_block()) as memory:
+                copy.memory = self.device.allocate(_num_bytes(source))
+                whole = copy.flat()
+                if source.dtype != source.compute_dtype:
+                    whole = torch.empty(source.num_elements, dtype=source.dtype, device=whole.device)
+                stored = memory.view(source.dtype)[: len(source.stored)]
+                self._upload(source, stored, whole[source.stored.start : source.stored.stop])()
+                wholes.append((whole, source.spans))
+        topic = Topic("parameter gather", task.number, task.name)
+        channel.agree(topic)
+        channel.gather(topic, wholes)
+        for copy, (whole, _) in zip(task.copies, wholes, strict=True):
+            if whole.dtype != copy.source.compute_dtype:
+                copy.flat().copy_(whole)
+
+
+def _num_bytes(source: CopySource) -> int:
+    return source.num_elements * source.compute_dtype.itemsize
+
+
+def copy_size(source: CopySource) -> int:
+    """What a copy takes, with what is needed while it is made."""
+    staged = source.is_stored_in_parts and source.dtype != source.compute_dtype
+    return copy_bytes(
+        source.num_elements, stored=source.dtype.itemsize, computed=source.compute_dtype.itemsize, staged=staged
+    )

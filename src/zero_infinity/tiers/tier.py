@@ -1,0 +1,247 @@
+"""The tier executor: one byte budget, one policy, and whoever moves the bytes.
+
+The one place where *what should be in memory* meets *what is*. Host RAM over NVMe and device memory over host RAM run
+this same code; what differs, how an entry gets in and out, is a `Mover`. Every use of an entry goes through `access`,
+on the thread that computes. The mover starts transfers in the order of the policy's decisions, and `wait` blocks only
+for the one entry that is needed now.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+from zero_infinity.engine_parts import PolicyFactory
+from zero_infinity.errors import CapacityError
+from zero_infinity.policy.cache_policy import BlockId, Decision, NoRoomError
+from zero_infinity.tiers.compute_thread import ComputeThread
+
+
+class TierEntry(Protocol):
+    """What a tier holds or does not hold, as a whole."""
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes in the tier."""
+
+
+Entry = TypeVar("Entry", bound=TierEntry)
+
+
+class Mover(Protocol[Entry]):
+    """How the entries of one tier get in and out. Called with the tier's lock held."""
+
+    def fetch(self, entry: Entry, *, ahead: bool) -> None:
+        """Start bringing it in; `ahead` of its use (a prefetch), or because it is used now."""
+
+    def evict(self, entry: Entry) -> None:
+        """Let it leave as soon as nothing needs it there, written back first when it was changed."""
+
+    def is_leased(self, entry: Entry) -> bool:
+        """True if a tensor over its memory is alive: evicting it would free nothing."""
+
+    def is_ready(self, entry: Entry) -> bool:
+        """True if `wait` would return at once."""
+
+    def wait(self, entry: Entry) -> None:
+        """Wait until it is there and nothing is going to change it."""
+
+    def no_room(self, entry: Entry, error: NoRoomError, in_use: list[Entry]) -> CapacityError:
+        """The error for an entry that does not fit beside those in use."""
+
+    def moved(self, cached_bytes: int) -> None:
+        """The decisions so far are carried out; the tier now holds this much, going by the policy."""
+
+
+class Tier(Generic[Entry]):
+    """The entries of one tier under a byte budget."""
+
+    def __init__(
+        self,
+        mover: Mover[Entry],
+        compute_thread: ComputeThread,
+        make_policy: PolicyFactory,
+        budget: int,
+        lookahead: int,
+        *,
+        collective: bool = False,
+    ) -> None:
+        """`collective`: a fetch is a collective call, so all ranks have to decide alike.
+
+        Then decisions go by the order of accesses alone, never by when a tensor dies. Repeated uses of one entry count
+        once, since their number may differ between ranks. Entries that an update makes stale leave at the end of the
+        step, and what the next step needs first is fetched only then: updates are each rank's own affair.
+        """
+        self.compute_thread = compute_thread
+        self._mover = mover
+        self._collective = collective
+        self.policy = make_policy(budget, lookahead, self._in_use, wraps=not collective)
+        self._entries: dict[int, Entry] = {}
+        self._pins: Counter[int] = Counter()
+        self._lent = 0
+        self._last_key: int | None = None  # of the last access
+        self._stale: set[int] = set()
+        # Autograd runs hooks of accelerator graphs on a thread of its own.
+        self.lock = threading.RLock()
+
+    # ------------------------------------------------------------------ entries
+
+    def add(self, entry: Entry) -> None:
+        """Make an entry known to the policy. One that is not known is resident: once fetched, it never leaves."""
+        self._entries[entry.key] = entry
+        self.policy.add(entry.key, entry.held_bytes)
+
+    def remove(self, entry: Entry) -> None:
+        """Drop an entry that the recorded order does not mention."""
+        with self.lock:
+            self.forget(entry)
+            self._entries.pop(entry.key, None)
+
+    def forget(self, entry: Entry) -> None:
+        """The entry has left memory, or is about to, without a decision of the policy."""
+        with self.lock:
+            if entry.key in self._entries:
+                self.policy.forget(entry.key)
+
+    def drop(self, entry: Entry) -> None:
+        """Let it leave now, without a decision of the policy."""
+        with self.lock:
+            self.forget(entry)
+            self._mover.evict(entry)
+
+    def drop_unpinned(self) -> None:
+        """Let everything leave that nothing pins."""
+        with self.lock:
+            for entry in [e for e in self._entries.values() if e.key in self.policy and e.key not in self._pins]:
+                self.drop(entry)
+            self._last_key = None
+
+    def invalidate(self, entry: Entry) -> None:
+        """What is in this tier is out of date: it is not used again before the end of the step."""
+        with self.lock:
+            if self._collective:
+                self._stale.add(entry.key)
+            else:
+                self.drop(entry)
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        """A step is over. `same_order`: the next one is expected to use entries in the same order."""
+        with self.lock:
+            for key in sorted(self._stale):
+                self.drop(self._entries[key])
+            self._stale.clear()
+            self._last_key = None
+            # Which updates come early may differ between ranks, and changes nothing about the order of collectives.
+            self.policy.end_cycle(same_order=same_order or self._collective)
+            if self._collective:
+                self._carry_out(self.policy.look_ahead(), None)
+        self._mover.moved(self.policy.cached_bytes)
+
+    # ------------------------------------------------------------------ use
+
+    def access(self, entry: Entry) -> None:
+        """`entry` is used now: bring it in, and whatever the policy wants ahead of its use. Does not wait."""
+        if entry.key not in self._entries:
+            self._mover.fetch(entry, ahead=False)
+            return
+        with self.lock:
+            if self.is_last(entry):
+                return
+            try:
+                decision = self.policy.access(entry.key)
+            except NoRoomError as error:
+                in_use = [self._entries[key] for key in error.in_use]
+                raise self._mover.no_room(entry, error, in_use) from None
+            self._last_key = entry.key
+            self._carry_out(decision, entry)
+        if decision.fetch:
+            self._mover.moved(self.policy.cached_bytes)
+
+    def is_last(self, entry: Entry) -> bool:
+        """True if it is used again and nothing else was used meanwhile, where that does not count as an access."""
+        return self._collective and self._last_key == entry.key and entry.key in self.policy
+
+    def wait(self, entry: Entry) -> None:
+        """Wait until an accessed entry is in memory and nothing is going to change it."""
+        if not self._mover.is_ready(entry):
+            with self.compute_thread.waiting(entry.name):
+                self._mover.wait(entry)
+
+    def bring(self, entry: Entry) -> None:
+        """Use `entry` now: access it and wait for it."""
+        self.access(entry)
+        self.wait(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Keep it in memory until `unpin`."""
+        self._pins[entry.key] += 1
+
+    def unpin(self, entry: Entry) -> None:
+        self._pins[entry.key] -= 1
+        if not self._pins[entry.key]:
+            del self._pins[entry.key]
+
+    @contextmanager
+    def pinned(self, entry: Entry) -> Iterator[None]:
+        """Keep it in memory meanwhile."""
+        self.pin(entry)
+        try:
+            yield
+        finally:
+            self.unpin(entry)
+
+    def is_pinned(self, entry: Entry) -> bool:
+        return entry.key in self._pins
+
+    # ------------------------------------------------------------------ the budget
+
+    def limit(self, budget: int, lookahead: int) -> None:
+        """From now on entries may take `budget` bytes together; what is over that leaves."""
+        with self.lock:
+            self.policy.lookahead = lookahead
+            self._shrink(budget - self._lent)
+
+    def lend(self, num_bytes: int) -> bool:
+        """Let entries take that much less; False, and nothing changes, when too much is in use for that."""
+        with self.lock:
+            before = self.policy.budget
+            if num_bytes > before:
+                return False
+            self._shrink(before - num_bytes)
+            if self.policy.cached_bytes > self.policy.budget:
+                self.policy.shrink(before)
+                return False
+            self._lent += num_bytes
+        return True
+
+    def take_back(self, num_bytes: int) -> None:
+        """What was lent is there again."""
+        with self.lock:
+            self._lent -= num_bytes
+            self.policy.shrink(self.policy.budget + num_bytes)
+
+    # ------------------------------------------------------------------ inside
+
+    def _shrink(self, budget: int) -> None:
+        for key in self.policy.shrink(budget):
+            self._mover.evict(self._entries[key])
+
+    def _carry_out(self, decision: Decision, used: Entry | None) -> None:
+        for key in decision.evict:
+            self._mover.evict(self._entries[key])
+        for key in decision.fetch:
+            self._mover.fetch(self._entries[key], ahead=used is None or key != used.key)
+
+    def _in_use(self, key: BlockId) -> bool:
+        if self._collective:
+            return key in self._pins
+        return key in self._pins or self._mover.is_leased(self._entries[key])
