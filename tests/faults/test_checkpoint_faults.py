@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.checkpoint import piece_io, shard_reader
-from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint import file_io, shard_reader
+from zero_infinity.checkpoint.file_io import OpenFile
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.policy import memory_budget
 
@@ -293,7 +293,7 @@ def test_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.errno == errno.ENOSPC
         assert "fix:   free some space there" in str(caught.value)
         # Where room cannot be reserved, it is a write that fails.
-        monkeypatch.setattr(piece_io, "fallocate", lambda *_: False)
+        monkeypatch.setattr(file_io, "fallocate", lambda *_: False)
         with pytest.raises(zi.TransferError, match="No space left on device"):
             zi.save(small, *pair)
         monkeypatch.undo()

@@ -22,20 +22,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.directory import find, storage_errors, sync_directory
-from zero_infinity.checkpoint.file_plan import SHARD_BYTES, FilePlace, TensorKind, plan_files
+from zero_infinity.checkpoint.dtype_conversion import bytes_of
+from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
+from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
+from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
-from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
-from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
-from zero_infinity.checkpoint.plain_tensors import bytes_of
 from zero_infinity.checkpoint.pretrained import INDEX, SINGLE
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
-from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES
 from zero_infinity.checkpoint.training_view import TrainingView
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES, num_bytes_of
+from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES, num_bytes_of
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.units import format_bytes
 

@@ -15,17 +15,16 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint import rank_state
-from zero_infinity.checkpoint.directory import find
+from zero_infinity.checkpoint.dtype_conversion import as_real
+from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.model_contents import contents_of, state_key
-from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
-from zero_infinity.checkpoint.plain_tensors import as_real
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
@@ -53,7 +52,7 @@ class CheckpointLoad:
             with agreement.agreed("checks"):
                 checkpoint = OpenCheckpoint(folder, stack)
                 manifest = checkpoint.manifest
-                random_states, extra = rank_state.read(folder, manifest, agreement.rank)
+                random_states, extra = rank_state.read(checkpoint, agreement.rank)
                 rank_state.check_objects(extra, objects, folder)
                 found, problems = match(self._contents, checkpoint, self._optimizer, strict=self._strict)
                 problems.raise_if_any(

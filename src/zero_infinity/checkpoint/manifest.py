@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_infinity.checkpoint import json_codec
+from zero_infinity.checkpoint.safetensors_header import DTYPES, num_bytes_of
 from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
-from zero_infinity.checkpoint.tensor_file import DTYPES, num_bytes_of
 from zero_infinity.errors import CheckpointError
 
 MANIFEST = "manifest.json"

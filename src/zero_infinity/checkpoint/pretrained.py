@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zero_infinity.checkpoint.dtype_conversion import as_real
+from zero_infinity.checkpoint.file_io import OpenFile
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, contents_of
-from zero_infinity.checkpoint.piece_io import OpenFile
-from zero_infinity.checkpoint.plain_tensors import as_real
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.safetensors_header import read_header
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader, Source
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
 from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
-from zero_infinity.checkpoint.tensor_file import read_header
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView
+from zero_infinity.checkpoint.verified_tensors import StoredTensor
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint import rank_state
-from zero_infinity.checkpoint.directory import CheckpointDraft
-from zero_infinity.checkpoint.file_plan import FilePlan, TensorKind, WrittenPart, entries_of, plan_files
+from zero_infinity.checkpoint.atomic_save import CheckpointDraft
+from zero_infinity.checkpoint.dtype_conversion import as_real, dtype_name
+from zero_infinity.checkpoint.file_io import create, write_whole
+from zero_infinity.checkpoint.file_layout import FilePlan, TensorKind, WrittenPart, entries_of, plan_files
 from zero_infinity.checkpoint.hf_names import hugging_face_files
 from zero_infinity.checkpoint.manifest import (
     MANIFEST,
@@ -40,12 +42,10 @@ from zero_infinity.checkpoint.model_contents import (
     order_of,
     state_key,
 )
-from zero_infinity.checkpoint.piece_io import create, write_whole
-from zero_infinity.checkpoint.plain_tensors import as_real, dtype_name
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.safetensors_header import NAMES
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
-from zero_infinity.checkpoint.tensor_file import NAMES
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError, UsageError

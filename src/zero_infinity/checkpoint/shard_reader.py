@@ -16,9 +16,9 @@ import torch
 
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart, order_of
-from zero_infinity.checkpoint.progress_meter import ProgressMeter
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import WeightsView
+from zero_infinity.checkpoint.verified_tensors import StoredTensor
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.memory_budget import Home

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
+from zero_infinity.checkpoint.dtype_conversion import as_real
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
 from zero_infinity.checkpoint.model_contents import Key, ModelContents, state_key
-from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
-from zero_infinity.checkpoint.plain_tensors import as_real
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
 from zero_infinity.errors import CheckpointError
 
 _SHOWN = 12  # names of each kind

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_infinity.checkpoint.crc_combine import combine_all
 from zero_infinity.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry, num_pieces
 from zero_infinity.checkpoint.model_contents import Key
-from zero_infinity.checkpoint.tensor_file import compose, num_bytes_of
+from zero_infinity.checkpoint.safetensors_header import compose, num_bytes_of
 from zero_infinity.errors import CheckpointError
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.checksum import combine_all, crc32
 
 # As Hugging Face cuts models: small enough to copy and to resume a download, large enough to be few.
 SHARD_BYTES = 5 * 10**9

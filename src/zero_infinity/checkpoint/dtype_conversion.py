@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_infinity.checkpoint.tensor_file import NAMES
+from zero_infinity.checkpoint.safetensors_header import NAMES
 from zero_infinity.errors import UsageError
 
 
