@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import secrets
 import shutil
 import tempfile
@@ -22,19 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.dtype_conversion import bytes_of
+from zero_infinity.checkpoint.dtype_conversion import to_file_bytes
 from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
 from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
 from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
-from zero_infinity.checkpoint.pretrained import INDEX, SINGLE
 from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
+from zero_infinity.checkpoint.weight_files import write_index
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError
 
@@ -68,7 +67,7 @@ def export_checkpoint(
                 create(aside / name, file.beginning, file.num_bytes)
             num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
             export.write(aside, places, ProgressMeter(progress, num_bytes))
-            _write_index(aside, places, num_bytes)
+            write_index(aside, {name: place.file for (_, name), place in places.items()}, num_bytes)
             for name, values in _settings(opened.manifest, dtype).items():
                 write_whole(aside / name, json.dumps(values, indent=2).encode() + b"\n")
             with storage_errors(directory, "name"):
@@ -156,7 +155,7 @@ class _Export:
                 for conversion in self._plan.conversions:
                     for target, made in self._apply(conversion, meta=False).items():
                         place = places[MODEL, target]
-                        opened[place.file].write(place.start, _converted(made, place.kind))
+                        opened[place.file].write(place.start, to_file_bytes(made, place.kind.dtype))
                         meter.add(place.kind.num_bytes)
             for file in opened.values():
                 file.sync()
@@ -185,7 +184,7 @@ def _check(directory: Path, dtype: torch.dtype | None) -> None:
 
 
 def _copy_whole(source: StoredTensor, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview) -> None:
-    file.write(place.start, _converted(source.whole(room), place.kind))
+    file.write(place.start, to_file_bytes(source.whole(room), place.kind.dtype))
     meter.add(place.kind.num_bytes)
 
 
@@ -195,26 +194,11 @@ def _copy_piece(
     width = DTYPES[place.kind.dtype].itemsize
 
     def copy(part: torch.Tensor, first: int) -> None:
-        data = _converted(part, place.kind)
+        data = to_file_bytes(part, place.kind.dtype)
         file.write(place.start + first * width, data)
         meter.add(len(data))
 
     source.read_piece(number, room, copy)
-
-
-def _converted(tensor: torch.Tensor, kind: TensorKind) -> memoryview:
-    return memoryview(bytes_of(tensor.to(DTYPES[kind.dtype])))
-
-
-def _write_index(folder: Path, places: Mapping[tuple[str, str], FilePlace], num_bytes: int) -> None:
-    """Which tensor is in which file; one file alone has a name that says it all."""
-    files = {name: place.file for (_, name), place in places.items()}
-    names = set(files.values())
-    if len(names) == 1:
-        os.rename(folder / names.pop(), folder / SINGLE)
-        return
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
-    write_whole(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
 
 
 def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:

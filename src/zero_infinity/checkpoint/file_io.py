@@ -76,7 +76,7 @@ class OpenFile:
                 count = os.preadv(self._descriptor, [memory[done:]], start + done)
                 if not count:
                     raise CheckpointError(
-                        f"{self.path} ends at byte {start + done:,}, {len(memory) - done:,} bytes before its tensor does"
+                        f"{self.path} ends at byte {start + done:,}, {len(memory) - done:,} bytes before a tensor does"
                     )
                 done += count
             os.posix_fadvise(self._descriptor, start, len(memory), os.POSIX_FADV_DONTNEED)

@@ -6,7 +6,6 @@ has to put together of others are in memory one at a time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -15,78 +14,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.dtype_conversion import as_real
-from zero_infinity.checkpoint.file_io import OpenFile
+from zero_infinity.checkpoint.dtype_conversion import TensorSource, as_real
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, contents_of
 from zero_infinity.checkpoint.progress import Progress, ProgressMeter
-from zero_infinity.checkpoint.safetensors_header import read_header
-from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader, Source
-from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
+from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.checkpoint.verified_tensors import StoredTensor
+from zero_infinity.checkpoint.weight_files import open_weights
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.optim.state_records import MASTER
 from zero_infinity.params.unit import Unit
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}\.safetensors")
-_MAX_INDEX_BYTES = 1 << 28
-
-
-def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a file, of the files in an index, or of a folder with one file or with several and an index."""
-    if path.is_file():
-        return _open_indexed(path, stack) if path.suffix == ".json" else _open(path, stack)
-    if (path / INDEX).is_file():
-        return _open_indexed(path / INDEX, stack)
-    if (path / SINGLE).is_file():
-        return _open(path / SINGLE, stack)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if (path / ".metadata").is_file():
-        raise CheckpointError(
-            f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle; "
-            "pickles are not read: they can run code\n"
-            "  fix:   if you trust it: state = model.state_dict(); dcp.load(state, checkpoint_id=path); "
-            "model.load_state_dict(state). Or write it with HuggingFaceStorageWriter, as safetensors"
-        )
-    if any(path.glob("shard-*.safetensors")):
-        raise CheckpointError(
-            f"{path} has each rank's parts of tensors (torch.distributed.checkpoint), not whole ones\n"
-            "  fix:   write whole ones beside them: HuggingFaceStorageWriter(..., enable_consolidation=True)"
-        )
-    pickled = " (pickled weights are not read: they can run code)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
-    raise CheckpointError(
-        f"{path} has neither {SINGLE} nor {INDEX}{pickled}\n"
-        "  fix:   a folder that model.save_pretrained(...) of transformers has written, or a .safetensors file"
-    )
-
-
-def _open(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    entries = read_header(path)[1]
-    file = stack.enter_context(OpenFile(path))
-    return {name: StoredTensor(name, file, e.start, e.dtype, e.shape) for name, e in entries.items()}
-
-
-def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    folder = path.parent
-    places = JsonFields(parse(read_bytes(path, _MAX_INDEX_BYTES), path), str(path)).table("weight_map")
-    for name, file in places.items():
-        if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
-            raise CheckpointError(
-                f"{path} is damaged: {name[:200]!r} is in {str(file)[:200]!r}, which is no name of a file"
-            )
-    files = {file: _open(folder / file, stack) for file in dict.fromkeys(places.values())}
-    for name, file in places.items():
-        if name not in files[file]:
-            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {path.name} says it has")
-    return {name: files[file][name] for name, file in places.items()}
 
 
 class PretrainedLoad:
@@ -223,7 +166,7 @@ class PretrainedLoad:
         if record is not None and record.has_master:
             yield from self._contents.of_record(record, dict.fromkeys(record.state_names, (MASTER,)))
 
-    def _sources(self, unit: Unit, made: _Made) -> dict[Key, Source]:
+    def _sources(self, unit: Unit, made: _Made) -> dict[Key, TensorSource]:
         names = self._names_in(unit)
         return {(MODEL, name): source for name in names if (source := made.source(name)) is not None}
 
@@ -248,7 +191,7 @@ class _Made:
         self._thread_pool = thread_pool
         self._waiting: dict[str, torch.Tensor] = {}
 
-    def source(self, name: str) -> Source | None:
+    def source(self, name: str) -> TensorSource | None:
         maker = self._makers.get(name)
         if maker is None or isinstance(maker, StoredTensor):
             return maker

@@ -8,24 +8,19 @@ ones are full, so that the drive always has something to read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
+from zero_infinity.checkpoint.dtype_conversion import BlockCopy, TensorSource, copies_into_block
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
-from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart, order_of
+from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart
 from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import WeightsView
-from zero_infinity.checkpoint.verified_tensors import StoredTensor
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
-
-Source = StoredTensor | torch.Tensor  # in a file, or in memory
-Copy = Callable[[memoryview, memoryview], None]  # into the bytes of a block, by way of a room
 
 # Blocks that are being filled may take this part of the room for blocks (one of them always may).
 _OPEN_SHARE = 1 / 2
@@ -37,7 +32,7 @@ class FillTask:
 
     content: BlockContent
     parts: tuple[TensorPart, ...]
-    sources: Mapping[Key, Source]
+    sources: Mapping[Key, TensorSource]
     replaces: bool
 
     @property
@@ -80,13 +75,16 @@ class ShardReader:
         self._open: set[_Open] = set()
         self._closed = threading.Condition()
 
-    def of_unit(self, unit: Unit, sources: Mapping[Key, Source]) -> Iterator[FillTask]:
+    def of_unit(self, unit: Unit, sources: Mapping[Key, TensorSource]) -> Iterator[FillTask]:
         """The values of a unit's parameters; those that have no source stay as they are."""
         content = self._contents.of_unit(unit)
         yield _task(content, sources, replaces=True)
 
     def of_record(
-        self, record: StateRecord, slots: Mapping[ManagedParameter, tuple[str, ...]], sources: Mapping[Key, Source]
+        self,
+        record: StateRecord,
+        slots: Mapping[ManagedParameter, tuple[str, ...]],
+        sources: Mapping[Key, TensorSource],
     ) -> Iterator[FillTask]:
         """The states of a unit's parameters."""
         for content in self._contents.of_record(record, slots):
@@ -109,7 +107,7 @@ class ShardReader:
             if not task.parts:
                 continue
             dtype = task.content.dtype
-            copies = [copy for part in task.parts for copy in _copies(part, dtype, task.sources[part.key])]
+            copies = [copy for part in task.parts for copy in copies_into_block(part, dtype, task.sources[part.key])]
             opened = self._begin(task, len(copies))
             for copy in copies:
                 yield partial(self._do, opened, copy)
@@ -132,7 +130,7 @@ class ShardReader:
     def _open_bytes(self) -> int:
         return sum(opened.num_bytes for opened in self._open)
 
-    def _do(self, opened: _Open, copy: Copy, room: memoryview) -> None:
+    def _do(self, opened: _Open, copy: BlockCopy, room: memoryview) -> None:
         block: Block = opened.content.block
         with self._store.changing_bytes(block) as memory:
             copy(memory, room)
@@ -147,51 +145,6 @@ class ShardReader:
                 self._closed.notify_all()
 
 
-def _task(content: BlockContent, sources: Mapping[Key, Source], *, replaces: bool) -> FillTask:
+def _task(content: BlockContent, sources: Mapping[Key, TensorSource], *, replaces: bool) -> FillTask:
     parts = tuple(part for part in content.parts if part.key in sources)
     return FillTask(content, parts, sources, replaces=replaces and len(parts) == len(content.parts))
-
-
-# ---------------------------------------------------------------------- pieces
-
-
-def _copies(part: TensorPart, dtype: torch.dtype, source: Source) -> Iterator[Copy]:
-    """What fills a part of a block whose elements are of `dtype`."""
-    if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
-        for number in source.pieces(part.start, part.stop):
-            yield partial(_copy_piece, source, number, part, dtype)
-    else:
-        yield partial(_copy_whole, source, part, dtype)
-
-
-def _copy_piece(
-    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
-) -> None:
-    """Copy what a piece has of a part."""
-    whole = source.elements(number)
-    if source.dtype == dtype and part.start <= whole.start and whole.stop <= part.stop:
-        # Without a tensor: each operation of torch lets others have the GIL, for which twelve threads then queue.
-        before = part.at - part.start
-        place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
-        if source.read_into(number, place):
-            return
-    target = _elements(part, dtype, block)
-
-    def copy(elements: torch.Tensor, first: int) -> None:
-        start, stop = max(first, part.start), min(first + len(elements), part.stop)
-        if start < stop:
-            target[start - part.start : stop - part.start].copy_(elements[start - first : stop - first])
-
-    source.read_piece(number, room, copy)
-
-
-def _copy_whole(source: Source, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview) -> None:
-    whole = source.whole(room) if isinstance(source, StoredTensor) else source
-    owner = part.owner.whole or part.owner
-    with torch.no_grad():
-        _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
-
-
-def _elements(part: TensorPart, dtype: torch.dtype, block: memoryview) -> torch.Tensor:
-    """A part's own."""
-    return torch.frombuffer(block, dtype=dtype)[part.at : part.at + part.stop - part.start]
