@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_told_without_a_traceback(here: Path, capsys: py
         assert error.startswith("CheckpointError: ")
         assert "model-00001-of-00001.safetensors is shorter than its header says" in error
     assert main(["export", "nothing", "out"]) == 1
-    assert "nothing is no checkpoint: it does not exist" in capsys.readouterr().err
+    assert "nothing is not a checkpoint: it does not exist" in capsys.readouterr().err
     assert sorted(os.listdir(here)) == ["saved", "text"]
 
 

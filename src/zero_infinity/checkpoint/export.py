@@ -1,8 +1,8 @@
-"""A checkpoint's weights as a folder that `from_pretrained` of transformers reads, and everybody who reads safetensors.
+"""Exports a checkpoint's weights as safetensors files that `from_pretrained` of transformers reads.
 
-Needs neither the model's code nor its memory: tensors are copied piece by piece, checked on the way, and converted to
-another dtype if that is wanted. Where transformers is at hand and knows the model, fused weights get back the names and
-shapes that files of such models have; those are in memory one at a time.
+Needs neither the model's code nor its memory: tensors are copied piece by piece, verified, and converted to another
+dtype if requested. If transformers is installed and knows the model, fused weights get the names and shapes of its
+files (`hf_names`); those are in memory one at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def export_checkpoint(
 ) -> int:
     """Write the weights of `checkpoint` to the new folder `directory`; returns their bytes.
 
-    `dtype`: of floating-point weights, else as they were saved. `model`: to convert names by, if it is at hand.
+    `dtype`: of floating-point weights (default: as saved). `model`: used to convert names, if available.
     """
     _check(directory, dtype)
     with ExitStack() as stack:
@@ -81,17 +81,17 @@ def export_checkpoint(
 
 
 class WeightExport:
-    """A prepared model's weights: they are saved aside by all ranks, and put in order by the first."""
+    """Exports a prepared model: all ranks save a temporary checkpoint, which rank 0 exports."""
 
-    def __init__(self, model: nn.Module, engine: TrainingView) -> None:
+    def __init__(self, model: nn.Module, view: TrainingView) -> None:
         self._model = model
-        self._engine = engine
-        self._agreement = Agreement("zi.export", engine.ranks, engine.step_channel)
+        self._view = view
+        self._agreement = Agreement("zi.export", view.ranks, view.step_channel)
 
     def write(self, directory: Path, dtype: torch.dtype | None, progress: Progress | None = None) -> None:
         agreement = self._agreement
         aside = None
-        with agreement.agreed("making room"):
+        with agreement.agreed("creating the folder"):
             if agreement.rank == 0:
                 _check(directory, dtype)
                 with storage_errors(directory, "export to"):
@@ -99,7 +99,7 @@ class WeightExport:
                     aside = Path(tempfile.mkdtemp(prefix=".exporting-", dir=directory.parent))
         try:
             name = agreement.of_first("the folder", aside.name if aside is not None else "")
-            saving = CheckpointSave(self._model, self._engine, with_optimizer=False)
+            saving = CheckpointSave(self._model, self._view, with_optimizer=False)
             saved = saving.write(directory.parent / name, {}, None, progress=progress)
             with agreement.agreed("writing"):
                 if agreement.rank == 0:
@@ -110,7 +110,7 @@ class WeightExport:
 
 
 class _Export:
-    """What is written, and what of."""
+    """The tensors to write and their sources."""
 
     def __init__(self, opened: OpenCheckpoint, dtype: torch.dtype | None, model: nn.Module | None) -> None:
         self._sources = {name: tensor for (section, name), tensor in opened.tensors.items() if section == MODEL}
@@ -130,7 +130,7 @@ class _Export:
             plan = plan_export(self._model, self._sources)
             for conversion in plan.conversions:
                 self._apply(conversion, meta=True)
-        except Exception:  # noqa: BLE001 - whatever transformers does not manage: the names as they are can be read, too
+        except Exception:  # noqa: BLE001 - what transformers cannot convert keeps its names, which can be read as well
             return NamePlan({name: name for name in self._sources})
         return plan
 
@@ -175,12 +175,10 @@ class _Export:
 
 def _check(directory: Path, dtype: torch.dtype | None) -> None:
     if dtype is not None and (dtype not in NAMES or not dtype.is_floating_point):
-        raise ConfigError(
-            f"dtype {dtype} is none that weights are saved in\n  fix:   one of float32, bfloat16, float16"
-        )
+        raise ConfigError(f"dtype {dtype} is not supported for weights\n  fix:   one of float32, bfloat16, float16")
     with storage_errors(directory, "export to"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(f"{directory} is there already, and not empty\n  fix:   export to a new folder")
+            raise UsageError(f"{directory} exists and is not empty\n  fix:   export to a new folder")
 
 
 def _copy_whole(source: StoredTensor, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview) -> None:
@@ -202,7 +200,7 @@ def _copy_piece(
 
 
 def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The JSON files that belong to the weights of a Hugging Face model."""
+    """The JSON files that accompany the weights of a Hugging Face model."""
     files = {}
     for name in ("config.json", "generation_config.json"):
         values = (manifest.model_config or {}).get(name)
@@ -216,7 +214,7 @@ def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _from_config(manifest: Manifest) -> nn.Module | None:
-    """The model without its values, if transformers is installed and knows it."""
+    """The model on the meta device, if transformers is installed and knows it."""
     config = (manifest.model_config or {}).get("config.json")
     if not isinstance(config, dict):
         return None
@@ -226,7 +224,7 @@ def _from_config(manifest: Manifest) -> nn.Module | None:
         kind: Any = getattr(transformers, manifest.model_class)
         with torch.device("meta"):
             model: nn.Module = kind(transformers.AutoConfig.for_model(**config))
-    except Exception:  # noqa: BLE001 - then names stay as they are
+    except Exception:  # noqa: BLE001 - names are not converted then
         return None
     return model
 

@@ -1,7 +1,7 @@
-"""Weights from safetensors files of any origin into a model that was built by `zi.init` or prepared.
+"""Loads weights from safetensors files of any origin into a model that is prepared or built by `zi.init`.
 
-Values go from the files straight into blocks, converted to the dtype that is stored there. Tensors that transformers
-has to put together of others are in memory one at a time.
+Values go straight from the files into blocks, converted to the block's dtype. Tensors that transformers assembles from
+several others (`hf_names`) are in memory one at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zero_infinity.params.unit import Unit
 
 
 class PretrainedLoad:
-    """Weights into one model, on one rank."""
+    """One load of weights into one model, on one rank."""
 
     def __init__(self, model: nn.Module, view: WeightsView, *, strict: bool) -> None:
         self._model = model
@@ -57,7 +57,7 @@ class PretrainedLoad:
             name for name in self._contents.plain if name not in self._contents.managed
         ]
 
-    # ------------------------------------------------------------------ what is made of what
+    # ------------------------------------------------------------------ matching
 
     def _match(
         self, path: Path, weights: Mapping[str, StoredTensor], plan: NamePlan
@@ -82,14 +82,17 @@ class PretrainedLoad:
                 continue
             shape, dtype = self._wanted(first)
             if shapes[saved[0]] != shape:
-                problems.add("other shapes", [f"{first} {list(shapes[saved[0]])}, in the model {list(shape)}"])
+                problems.add("different shapes", [f"{first} {list(shapes[saved[0]])}, in the model {list(shape)}"])
             if dtypes[saved[0]].is_floating_point != dtype.is_floating_point:
-                # Integers for fractions are quantized weights, which mean nothing without their scales.
-                problems.add("other kinds of numbers", [f"{first} {dtypes[saved[0]]}, in the model {dtype}"])
+                # Integers in place of floats are quantized weights, which are useless without their scales.
+                problems.add(
+                    "integers for floating-point numbers, or the reverse",
+                    [f"{first} {dtypes[saved[0]]}, in the model {dtype}"],
+                )
             makers[first] = found[saved[0]]
         problems.raise_if_any(
             f"the weights in {path} do not fit the model",
-            "the config that belongs to these weights; strict=False leaves alone what one of them lacks",
+            "build the model with the config of these weights, or strict=False to skip what either side lacks",
         )
         return makers
 
@@ -104,7 +107,7 @@ class PretrainedLoad:
     def _made(
         self, path: Path, conversion: NameConversion, weights: Mapping[str, StoredTensor]
     ) -> dict[str, torch.Tensor]:
-        """What a conversion would make, without values."""
+        """The results of a conversion, on the meta device."""
         try:
             return conversion.apply(
                 self._model,
@@ -131,7 +134,7 @@ class PretrainedLoad:
             for unit in contents.units:
                 by_kind[self._is_converted(unit, makers)].append(unit)
             filling.run(task for unit in by_kind[False] for task in self._tasks(filling, unit, made))
-            # What they are made of is read by the same threads before.
+            # Their sources are read by the same threads, before the blocks are filled.
             for unit in by_kind[True]:
                 filling.run(list(self._tasks(filling, unit, made)))
             for name, value in contents.plain.items():
@@ -150,7 +153,7 @@ class PretrainedLoad:
             yield from filling.of_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
 
     def _num_bytes(self, makers: Mapping[str, StoredTensor | NameConversion]) -> int:
-        """What goes into this rank's blocks. Counted without asking for sources: some would have to be made."""
+        """Bytes that go into this rank's blocks. Does not ask for sources: that would run conversions."""
         return sum(
             (part.stop - part.start) * content.dtype.itemsize
             for unit in self._contents.units
@@ -160,7 +163,7 @@ class PretrainedLoad:
         )
 
     def _filled(self, unit: Unit) -> Iterator[BlockContent]:
-        """What `_tasks` fills."""
+        """The blocks that `_tasks` fills."""
         yield self._contents.of_unit(unit)
         record = self._contents.records.get(unit)
         if record is not None and record.has_master:
@@ -176,7 +179,7 @@ class PretrainedLoad:
 
 
 class _Made:
-    """Sources of tensors; of a conversion that makes several, what is not used yet."""
+    """Sources of tensors. Keeps results of a conversion until they are used."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Brings tensors from files into a model's blocks, converted on the way, within the engine's memory budget.
+"""Fills a model's blocks from tensors in files, within the memory budget.
 
-A block gets its room in memory (without being read from its drive), threads fill it with the pieces of tensors that
-belong there, and the store writes it home when later ones need the room. The next blocks are begun before the last
-ones are full, so that the drive always has something to read.
+A block is given memory without being read from its drive, threads copy pieces of tensors into it (converting them, see
+`dtype_conversion`), and the store writes it back when later blocks need the memory. Several blocks are open at a time,
+so that the drive always has something to read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 
-# Blocks that are being filled may take this part of the room for blocks (one of them always may).
+# Open blocks may take this part of the cache; one block is always allowed.
 _OPEN_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class FillTask:
-    """A block and what goes into it. `replaces`: nothing of what it has stays."""
+    """A block and what goes into it. `replaces`: all of its content is replaced."""
 
     content: BlockContent
     parts: tuple[TensorPart, ...]
@@ -47,7 +47,7 @@ class _Open:
     content: BlockContent
     num_copies: int
     filled_bytes: int
-    num_bytes: int = field(init=False)  # that it takes of the room for blocks
+    num_bytes: int = field(init=False)  # that it takes of the cache
 
     def __post_init__(self) -> None:
         block = self.content.block
@@ -69,14 +69,14 @@ class ShardReader:
         self._contents = contents
         self._meter = meter or ProgressMeter(None)
         self._thread_pool = thread_pool
-        self._replaces_records = replaces_records  # or only the master copies in them
+        self._replaces_records = replaces_records  # else only the master copies in them
         self._host_cache, self._store = view.host_cache, view.store
         self._most_open = int(self._host_cache.policy.budget * _OPEN_SHARE)
         self._open: set[_Open] = set()
         self._closed = threading.Condition()
 
     def of_unit(self, unit: Unit, sources: Mapping[Key, TensorSource]) -> Iterator[FillTask]:
-        """The values of a unit's parameters; those that have no source stay as they are."""
+        """The values of a unit's parameters; those without a source keep theirs."""
         content = self._contents.of_unit(unit)
         yield _task(content, sources, replaces=True)
 
@@ -91,7 +91,7 @@ class ShardReader:
             yield _task(content, sources, replaces=self._replaces_records)
 
     def run(self, tasks: Iterable[FillTask]) -> None:
-        """Do all of them, in this order."""
+        """Run all tasks, started in this order."""
         try:
             self._thread_pool.run(self._jobs(tasks))
         finally:
@@ -102,7 +102,7 @@ class ShardReader:
     # ------------------------------------------------------------------ blocks
 
     def _jobs(self, tasks: Iterable[FillTask]) -> Iterator[Job]:
-        """Runs on whichever thread of the crew wants the next job, one at a time."""
+        """Advanced by whichever thread needs the next job, one at a time."""
         for task in tasks:
             if not task.parts:
                 continue
@@ -120,7 +120,7 @@ class ShardReader:
             self._open.add(opened)
             host_cache.pin(block)
         if task.replaces and not block.leased:
-            # It need not be read before. (What has no part is padding, or a state that nobody has yet.)
+            # No need to read it first. (Bytes in no part are padding, or states that do not exist yet.)
             host_cache.expire(block)
         host_cache.access(block)
         host_cache.wait(block)
@@ -138,7 +138,7 @@ class ShardReader:
             opened.num_copies -= 1
             if not opened.num_copies:
                 self._store.mark_dirty(block)
-                self._store.write_back(block)  # now, so that it can leave at once when its room is needed
+                self._store.write_back(block)  # now, so that it can be evicted without waiting
                 self._host_cache.unpin(block)
                 self._open.discard(opened)
                 self._meter.add(opened.filled_bytes)

@@ -24,7 +24,7 @@ _MAX_INDEX_BYTES = 1 << 28
 
 
 def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a file, of the files in an index, or of a folder with one file or with several and an index."""
+    """The tensors of a file, of an index, or of a folder that has either."""
     if path.is_file():
         return _open_indexed(path, stack) if path.suffix == ".json" else _open(path, stack)
     if (path / INDEX).is_file():
@@ -32,23 +32,23 @@ def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     if (path / SINGLE).is_file():
         return _open(path / SINGLE, stack)
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist\n  fix:   a .safetensors file, or a folder of them")
     if (path / ".metadata").is_file():
         raise CheckpointError(
             f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle; "
-            "pickles are not read: they can run code\n"
+            "pickles can run code and are not read\n"
             "  fix:   if you trust it: state = model.state_dict(); dcp.load(state, checkpoint_id=path); "
             "model.load_state_dict(state). Or write it with HuggingFaceStorageWriter, as safetensors"
         )
     if any(path.glob("shard-*.safetensors")):
         raise CheckpointError(
-            f"{path} has each rank's parts of tensors (torch.distributed.checkpoint), not whole ones\n"
-            "  fix:   write whole ones beside them: HuggingFaceStorageWriter(..., enable_consolidation=True)"
+            f"{path} has each rank's parts of tensors (torch.distributed.checkpoint), not whole tensors\n"
+            "  fix:   also write whole tensors: HuggingFaceStorageWriter(..., enable_consolidation=True)"
         )
-    pickled = " (pickled weights are not read: they can run code)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
+    pickled = " (pickled weights can run code and are not read)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
     raise CheckpointError(
         f"{path} has neither {SINGLE} nor {INDEX}{pickled}\n"
-        "  fix:   a folder that model.save_pretrained(...) of transformers has written, or a .safetensors file"
+        "  fix:   a folder written by model.save_pretrained(...) of transformers, or a .safetensors file"
     )
 
 
@@ -64,12 +64,12 @@ def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     for name, file in places.items():
         if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
             raise CheckpointError(
-                f"{path} is damaged: {name[:200]!r} is in {str(file)[:200]!r}, which is no name of a file"
+                f"{path} is damaged: {name[:200]!r} is in {str(file)[:200]!r}, which is not a valid file name"
             )
     files = {file: _open(folder / file, stack) for file in dict.fromkeys(places.values())}
     for name, file in places.items():
         if name not in files[file]:
-            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {path.name} says it has")
+            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {path.name} lists")
     return {name: files[file][name] for name, file in places.items()}
 
 

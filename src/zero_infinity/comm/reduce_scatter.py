@@ -107,9 +107,7 @@ class ReduceScatter:
         self._thread = threading.Thread(target=self._work, name="zero-infinity-reduce", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, topic: Topic, units: Sequence[LocalGradients], released: Callable[[], None]
-    ) -> list[ReducedShard]:
+    def submit(self, topic: Topic, units: Sequence[LocalGradients], released: Callable[[], None]) -> list[ReducedShard]:
         """Average these gradients over all ranks. `released` is called when the gradients are no longer needed."""
         results = [
             ReducedShard(Span(0, unit.shards.num_elements) if self._all_reduce else unit.shards.owned) for unit in units
