@@ -246,7 +246,7 @@ def test_tuning_a_hugging_face_model(
     assert tuned.dtype is torch.bfloat16
     assert not torch.equal(tuned.transformer.wte.weight.float(), model.transformer.wte.weight)
     assert main(["export", "tuned", "out"]) == 2
-    assert "out is there already, and not empty" in capsys.readouterr().err
+    assert "out exists and is not empty" in capsys.readouterr().err
     # How far the weights have come in is shown.
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     assert main(["train", "--pretrained", "gpt2", *common[:6], "--steps", "1"]) == 0
