@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from zero_infinity.checkpoint.directory import find, has_checkpoint
+from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
 
 SHAPE = ["--layers", "4", "--hidden", "128", "--heads", "4", "--seq", "64", "--memory", "3MiB"]

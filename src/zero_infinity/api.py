@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from zero_infinity.checkpoint.export import WeightExport
 from zero_infinity.checkpoint.load import CheckpointLoad
 from zero_infinity.checkpoint.pretrained import PretrainedLoad
-from zero_infinity.checkpoint.progress_meter import Progress
+from zero_infinity.checkpoint.progress import Progress
 from zero_infinity.checkpoint.save import CheckpointSave
-from zero_infinity.checkpoint.unprepared_model import UnpreparedModel
+from zero_infinity.checkpoint.training_view import UnpreparedModel
 from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit

@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_told_without_a_traceback(here: Path, capsys: py
         assert error.startswith("CheckpointError: ")
         assert "model-00001-of-00001.safetensors is shorter than its header says" in error
     assert main(["export", "nothing", "out"]) == 1
-    assert "nothing is no checkpoint: it does not exist" in capsys.readouterr().err
+    assert "nothing is not a checkpoint: it does not exist" in capsys.readouterr().err
     assert sorted(os.listdir(here)) == ["saved", "text"]
 
 
@@ -246,7 +246,7 @@ def test_tuning_a_hugging_face_model(
     assert tuned.dtype is torch.bfloat16
     assert not torch.equal(tuned.transformer.wte.weight.float(), model.transformer.wte.weight)
     assert main(["export", "tuned", "out"]) == 2
-    assert "out is there already, and not empty" in capsys.readouterr().err
+    assert "out exists and is not empty" in capsys.readouterr().err
     # How far the weights have come in is shown.
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     assert main(["train", "--pretrained", "gpt2", *common[:6], "--steps", "1"]) == 0

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.checkpoint import io_thread_pool, manifest, piece_io
+from zero_infinity.checkpoint import file_io, io_thread_pool, manifest
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -290,9 +290,9 @@ def test_any_shapes_pieces_and_rooms(
     """Tensors that end anywhere, in pieces of any size, through rooms of any size."""
     directory = tmp_path_factory.mktemp("any")
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("manifest", "plan", "writing", "stored"):
+        for module in ("manifest", "file_layout", "shard_writer", "verified_tensors"):
             patch.setattr(f"zero_infinity.checkpoint.{module}.PIECE_BYTES", piece // 8 * 8)
-        patch.setattr(piece_io, "_LARGE", 1 if direct else 1 << 20)
+        patch.setattr(file_io, "_LARGE", 1 if direct else 1 << 20)
         patch.setattr(io_thread_pool, "_MIN_ROOM", 3 * 4096)
         patch.setattr(io_thread_pool, "_MAX_ROOM", 2 * 4096 + room // 8 * 8)
         torch.manual_seed(seed)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.checkpoint import piece_io, shard_reader
-from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint import dtype_conversion, file_io
+from zero_infinity.checkpoint.file_io import OpenFile
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.policy import memory_budget
 
@@ -84,9 +84,11 @@ def test_a_flipped_byte_of_what_is_read_straight_into_its_place(tmp_path: Path) 
     path = zi.save(tmp_path, model, optimizer) / "model-00001-of-00001.safetensors"
     straight, by_torch = [], []
     with pytest.MonkeyPatch.context() as patch:
-        real, elements = OpenFile.read_into, shard_reader._elements
+        real, elements = OpenFile.read_into, dtype_conversion._elements
         patch.setattr(OpenFile, "read_into", lambda *args: straight.append(real(*args)) or straight[-1])
-        patch.setattr(shard_reader, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest))
+        patch.setattr(
+            dtype_conversion, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest)
+        )
         zi.load(tmp_path, model, optimizer)
         assert by_torch == [("model", "bias")]
         data = bytearray(path.read_bytes())
@@ -206,11 +208,11 @@ def test_not_strict_leaves_alone_what_one_of_them_lacks(saved: tuple[Pair, Path,
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "the optimizer (1): was AdamW, and is SGD"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "the optimizer (1): was AdamW and now is SGD"),
         (lambda m: torch.optim.AdamW(list(m.parameters())[1:]), "the optimizer (1): had groups of"),
         (
             lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
-            "other states (10): 0.bias ['exp_avg', 'exp_avg_sq']",
+            "different states (10): 0.bias ['exp_avg', 'exp_avg_sq']",
         ),
     ],
 )
@@ -252,7 +254,7 @@ def test_ties(tmp_path: Path) -> None:
         zi.load(folder, *apart)
     folder = zi.save(tmp_path / "apart", *apart)
     with pytest.raises(
-        zi.CheckpointError, match=r"tied in the model, apart in the checkpoint \(1\): a.weight = b.weight"
+        zi.CheckpointError, match=r"tied in the model, separate in the checkpoint \(1\): a.weight = b.weight"
     ):
         zi.load(folder, tied[0])
 
@@ -293,7 +295,7 @@ def test_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.errno == errno.ENOSPC
         assert "fix:   free some space there" in str(caught.value)
         # Where room cannot be reserved, it is a write that fails.
-        monkeypatch.setattr(piece_io, "fallocate", lambda *_: False)
+        monkeypatch.setattr(file_io, "fallocate", lambda *_: False)
         with pytest.raises(zi.TransferError, match="No space left on device"):
             zi.save(small, *pair)
         monkeypatch.undo()

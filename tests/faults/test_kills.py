@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import kills
 
-from zero_infinity.checkpoint.directory import find, has_checkpoint
+from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
 from zero_infinity.checkpoint.model_contents import MODEL
 

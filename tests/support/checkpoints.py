@@ -15,7 +15,7 @@ import zero_infinity as zi
 from support.compare import copied
 from support.multirank import Job, Prepared, steps
 from support.rank_scripts import small_blocks
-from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint.file_io import OpenFile
 
 
 @dataclass(frozen=True, slots=True)

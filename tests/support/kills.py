@@ -14,8 +14,8 @@ from torch import nn
 
 import zero_infinity as zi
 from support.rank_scripts import small_blocks
-from zero_infinity.checkpoint import piece_io
-from zero_infinity.checkpoint.directory import has_checkpoint
+from zero_infinity.checkpoint import file_io
+from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
 
 STEPS = 8
 # What saving asks of the file system: a run can be killed before any such call.
@@ -41,7 +41,7 @@ def _die_before_call(number: int) -> None:
 
     for name in _CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    piece_io.fallocate = counted(piece_io.fallocate)
+    file_io.fallocate = counted(file_io.fallocate)
 
 
 def train(directory: Path, call: int | None, seconds: float | None, background: bool) -> None:

@@ -1,15 +1,14 @@
-"""A checkpoint's weights as a folder that `from_pretrained` of transformers reads, and everybody who reads safetensors.
+"""Exports a checkpoint's weights as safetensors files that `from_pretrained` of transformers reads.
 
-Needs neither the model's code nor its memory: tensors are copied piece by piece, checked on the way, and converted to
-another dtype if that is wanted. Where transformers is at hand and knows the model, fused weights get back the names and
-shapes that files of such models have; those are in memory one at a time.
+Needs neither the model's code nor its memory: tensors are copied piece by piece, verified, and converted to another
+dtype if requested. If transformers is installed and knows the model, fused weights get the names and shapes of its
+files (`hf_names`); those are in memory one at a time.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import os
 import secrets
 import shutil
 import tempfile
@@ -22,20 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.directory import find, storage_errors, sync_directory
-from zero_infinity.checkpoint.file_plan import SHARD_BYTES, FilePlace, TensorKind, plan_files
+from zero_infinity.checkpoint.dtype_conversion import to_file_bytes
+from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
+from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
+from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
-from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
-from zero_infinity.checkpoint.piece_io import OpenFile, create, write_whole
-from zero_infinity.checkpoint.plain_tensors import bytes_of
-from zero_infinity.checkpoint.pretrained import INDEX, SINGLE
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
-from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES
 from zero_infinity.checkpoint.training_view import TrainingView
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
+from zero_infinity.checkpoint.weight_files import write_index
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError
 
@@ -53,7 +51,7 @@ def export_checkpoint(
 ) -> int:
     """Write the weights of `checkpoint` to the new folder `directory`; returns their bytes.
 
-    `dtype`: of floating-point weights, else as they were saved. `model`: to convert names by, if it is at hand.
+    `dtype`: of floating-point weights (default: as saved). `model`: used to convert names, if available.
     """
     _check(directory, dtype)
     with ExitStack() as stack:
@@ -69,7 +67,7 @@ def export_checkpoint(
                 create(aside / name, file.beginning, file.num_bytes)
             num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
             export.write(aside, places, ProgressMeter(progress, num_bytes))
-            _write_index(aside, places, num_bytes)
+            write_index(aside, {name: place.file for (_, name), place in places.items()}, num_bytes)
             for name, values in _settings(opened.manifest, dtype).items():
                 write_whole(aside / name, json.dumps(values, indent=2).encode() + b"\n")
             with storage_errors(directory, "name"):
@@ -83,17 +81,17 @@ def export_checkpoint(
 
 
 class WeightExport:
-    """A prepared model's weights: they are saved aside by all ranks, and put in order by the first."""
+    """Exports a prepared model: all ranks save a temporary checkpoint, which rank 0 exports."""
 
-    def __init__(self, model: nn.Module, engine: TrainingView) -> None:
+    def __init__(self, model: nn.Module, view: TrainingView) -> None:
         self._model = model
-        self._engine = engine
-        self._agreement = Agreement("zi.export", engine.ranks, engine.step_channel)
+        self._view = view
+        self._agreement = Agreement("zi.export", view.ranks, view.step_channel)
 
     def write(self, directory: Path, dtype: torch.dtype | None, progress: Progress | None = None) -> None:
         agreement = self._agreement
         aside = None
-        with agreement.agreed("making room"):
+        with agreement.agreed("creating the folder"):
             if agreement.rank == 0:
                 _check(directory, dtype)
                 with storage_errors(directory, "export to"):
@@ -101,7 +99,7 @@ class WeightExport:
                     aside = Path(tempfile.mkdtemp(prefix=".exporting-", dir=directory.parent))
         try:
             name = agreement.of_first("the folder", aside.name if aside is not None else "")
-            saving = CheckpointSave(self._model, self._engine, with_optimizer=False)
+            saving = CheckpointSave(self._model, self._view, with_optimizer=False)
             saved = saving.write(directory.parent / name, {}, None, progress=progress)
             with agreement.agreed("writing"):
                 if agreement.rank == 0:
@@ -112,7 +110,7 @@ class WeightExport:
 
 
 class _Export:
-    """What is written, and what of."""
+    """The tensors to write and their sources."""
 
     def __init__(self, opened: OpenCheckpoint, dtype: torch.dtype | None, model: nn.Module | None) -> None:
         self._sources = {name: tensor for (section, name), tensor in opened.tensors.items() if section == MODEL}
@@ -132,7 +130,7 @@ class _Export:
             plan = plan_export(self._model, self._sources)
             for conversion in plan.conversions:
                 self._apply(conversion, meta=True)
-        except Exception:  # noqa: BLE001 - whatever transformers does not manage: the names as they are can be read, too
+        except Exception:  # noqa: BLE001 - what transformers cannot convert keeps its names, which can be read as well
             return NamePlan({name: name for name in self._sources})
         return plan
 
@@ -157,7 +155,7 @@ class _Export:
                 for conversion in self._plan.conversions:
                     for target, made in self._apply(conversion, meta=False).items():
                         place = places[MODEL, target]
-                        opened[place.file].write(place.start, _converted(made, place.kind))
+                        opened[place.file].write(place.start, to_file_bytes(made, place.kind.dtype))
                         meter.add(place.kind.num_bytes)
             for file in opened.values():
                 file.sync()
@@ -177,16 +175,14 @@ class _Export:
 
 def _check(directory: Path, dtype: torch.dtype | None) -> None:
     if dtype is not None and (dtype not in NAMES or not dtype.is_floating_point):
-        raise ConfigError(
-            f"dtype {dtype} is none that weights are saved in\n  fix:   one of float32, bfloat16, float16"
-        )
+        raise ConfigError(f"dtype {dtype} is not supported for weights\n  fix:   one of float32, bfloat16, float16")
     with storage_errors(directory, "export to"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(f"{directory} is there already, and not empty\n  fix:   export to a new folder")
+            raise UsageError(f"{directory} exists and is not empty\n  fix:   export to a new folder")
 
 
 def _copy_whole(source: StoredTensor, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview) -> None:
-    file.write(place.start, _converted(source.whole(room), place.kind))
+    file.write(place.start, to_file_bytes(source.whole(room), place.kind.dtype))
     meter.add(place.kind.num_bytes)
 
 
@@ -196,30 +192,15 @@ def _copy_piece(
     width = DTYPES[place.kind.dtype].itemsize
 
     def copy(part: torch.Tensor, first: int) -> None:
-        data = _converted(part, place.kind)
+        data = to_file_bytes(part, place.kind.dtype)
         file.write(place.start + first * width, data)
         meter.add(len(data))
 
     source.read_piece(number, room, copy)
 
 
-def _converted(tensor: torch.Tensor, kind: TensorKind) -> memoryview:
-    return memoryview(bytes_of(tensor.to(DTYPES[kind.dtype])))
-
-
-def _write_index(folder: Path, places: Mapping[tuple[str, str], FilePlace], num_bytes: int) -> None:
-    """Which tensor is in which file; one file alone has a name that says it all."""
-    files = {name: place.file for (_, name), place in places.items()}
-    names = set(files.values())
-    if len(names) == 1:
-        os.rename(folder / names.pop(), folder / SINGLE)
-        return
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
-    write_whole(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
-
-
 def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The JSON files that belong to the weights of a Hugging Face model."""
+    """The JSON files that accompany the weights of a Hugging Face model."""
     files = {}
     for name in ("config.json", "generation_config.json"):
         values = (manifest.model_config or {}).get(name)
@@ -233,7 +214,7 @@ def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _from_config(manifest: Manifest) -> nn.Module | None:
-    """The model without its values, if transformers is installed and knows it."""
+    """The model on the meta device, if transformers is installed and knows it."""
     config = (manifest.model_config or {}).get("config.json")
     if not isinstance(config, dict):
         return None
@@ -243,7 +224,7 @@ def _from_config(manifest: Manifest) -> nn.Module | None:
         kind: Any = getattr(transformers, manifest.model_class)
         with torch.device("meta"):
             model: nn.Module = kind(transformers.AutoConfig.for_model(**config))
-    except Exception:  # noqa: BLE001 - then names stay as they are
+    except Exception:  # noqa: BLE001 - names are not converted then
         return None
     return model
 

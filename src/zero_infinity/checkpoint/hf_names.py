@@ -1,8 +1,8 @@
-"""Names of weights in Hugging Face files against names in a model, by transformers' own tables.
+"""Converts names between Hugging Face files and a model, with transformers' own conversion tables.
 
-Some models fuse what files have apart (one matrix for all experts, where a file has one for each), or are named
-otherwise than their files. transformers knows how, in both directions, and does the arithmetic; here it is only found
-out which tensors are made of which, so that one at a time is in memory.
+Some models fuse tensors that are separate in files (one matrix for all experts, where files have one per expert), or
+use other names. transformers has the rules for both directions and does the arithmetic. This module only finds out
+which tensors are made from which, so that they can be converted one at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ReadTensor = Callable[[str], torch.Tensor]
 
 @dataclass(slots=True)
 class NameConversion:
-    """Tensors that are made of others, all at once."""
+    """Tensors that are made from others in one operation."""
 
-    name: str  # that transformers gives to it: of the first one that is made
-    converter: Any  # a transformers.core_model_loading.WeightConverter, to be copied
+    name: str  # given by transformers: that of the first result
+    converter: Any  # a transformers.core_model_loading.WeightConverter; copied before use
     sources: list[tuple[str, str]] = field(default_factory=list)  # pattern and name
-    rename: Callable[[str], str] = str  # what is made, afterwards
+    rename: Callable[[str], str] = str  # applied to the results' names
 
     def apply(self, model: nn.Module, read: ReadTensor) -> dict[str, torch.Tensor]:
-        """Make them of what `read` gives for each name."""
+        """The results by name; `read` returns a source."""
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.name, name, pattern, lambda name=name: read(name))
@@ -41,21 +41,21 @@ class NameConversion:
 
 @dataclass(slots=True)
 class NamePlan:
-    """Where tensors come from."""
+    """Which tensors are made from which."""
 
     direct: dict[str, str] = field(default_factory=dict)  # target -> source
     conversions: list[NameConversion] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # sources that no target is known for
+    unknown: list[str] = field(default_factory=list)  # sources without a target
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether transformers knows the model. It is not imported for it: who has such a model has done so."""
+    """True for a transformers model. Does not import transformers: such a model has imported it already."""
     transformers: Any = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def plan_loading(model: Any, in_files: Iterable[str], in_model: Collection[str]) -> NamePlan:
-    """Which of the model's tensors are made of which in the files."""
+    """Which of the model's tensors are made from which tensors of the files."""
     if not is_hugging_face(model):
         known = set(in_model)
         names = list(in_files)
@@ -88,7 +88,7 @@ def plan_loading(model: Any, in_files: Iterable[str], in_model: Collection[str])
 
 
 def plan_export(model: Any, names: Iterable[str]) -> NamePlan:
-    """Which tensors of a file are made of which of the model (an nn.Module, or None): the way back."""
+    """Which tensors of the files are made from which of the model's (the reverse of `plan_loading`)."""
     if model is None or not is_hugging_face(model):
         return NamePlan({name: name for name in names})
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -101,7 +101,7 @@ def plan_export(model: Any, names: Iterable[str]) -> NamePlan:
         dot_natural_key,
     )
 
-    # What an old file may have been named is nothing to write; whether a prefix was there nobody knows.
+    # Legacy names are not written, and whether a file had a prefix is unknown.
     transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
     reverse = [transform.reverse_transform() for transform in transforms[::-1]]
     renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
@@ -122,7 +122,7 @@ def plan_export(model: Any, names: Iterable[str]) -> NamePlan:
 
 
 def hugging_face_files(model: nn.Module) -> dict[str, Any] | None:
-    """The JSON files that belong to a Hugging Face model's weights, by name; None for any other model."""
+    """The JSON files that accompany a Hugging Face model's weights, by name; None for other models."""
     config: Any = getattr(model, "config", None)
     if not (hasattr(config, "to_json_string") and hasattr(config, "model_type")):
         return None

@@ -1,7 +1,7 @@
-"""Threads that move pieces, each with a room of its own in memory: all the memory that saving and loading take.
+"""Threads for checkpoint I/O, each with a staging buffer ("room") of its own: all memory that save and load use.
 
-Between two steps nothing uses what the engine sets aside for gradients on their way to the update. That is what the
-rooms are made of, so that the memory budget holds while a checkpoint is written or read.
+The memory comes out of the budget: checkpoint I/O reuses what is set aside for gradients, which is idle between two
+steps (`WeightsView.staging`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from zero_infinity.policy.sizes import ALIGNMENT, round_up
 
 Job = Callable[[memoryview], None]
 
-# Enough for a drive's bandwidth with pieces of this size, of which some are being read or written and one checked.
+# Enough to saturate a drive with pieces of this size, some in I/O and one being checksummed.
 _NUM_THREADS = 12
 _MAX_ROOM = PIECE_BYTES + 2 * ALIGNMENT
-# With less memory than that: fewer threads, and smaller rooms.
+# With less memory: fewer threads and smaller buffers.
 _FEW_THREADS = 4
 _MIN_ROOM = 4 * ALIGNMENT
 
 
 class IOThreadPool:
-    """A few threads, and `num_bytes` of memory between them (at least 16 KiB)."""
+    """A few threads that share `num_bytes` of memory (at least 16 KiB)."""
 
     def __init__(self, num_bytes: int, *, with_torch: bool = True) -> None:
         num_threads = min(_NUM_THREADS, num_bytes // _MAX_ROOM)
         if num_threads < _FEW_THREADS:
             num_threads = max(1, min(_FEW_THREADS, num_bytes // _MIN_ROOM))
         room = max(_MIN_ROOM, min(_MAX_ROOM, num_bytes // num_threads // ALIGNMENT * ALIGNMENT))
-        # Private: shared anonymous memory counts as page cache, and gets no huge pages.
+        # MAP_PRIVATE: shared anonymous memory counts as page cache and gets no huge pages.
         memory = mmap.mmap(-1, num_threads * round_up(room), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._rooms = [memoryview(memory)[at : at + room] for at in range(0, len(memory), round_up(room))]
-        self.room_bytes = room - 2 * ALIGNMENT  # for a piece: what it is read from may not begin at a page
-        # Who computes with torch beside others does so on one core.
+        self.room_bytes = room - 2 * ALIGNMENT  # of payload: reads are widened to whole pages
+        # torch in several threads at once: one core each.
         set_up = use_one_core if with_torch else None
         self._executor = ThreadPoolExecutor(num_threads, "zero-infinity-checkpoint", set_up)
         self._lock = threading.Lock()
@@ -51,21 +51,21 @@ class IOThreadPool:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._failed = True  # of jobs that an interrupt has left
+        self._failed = True  # stops jobs that an interrupt left behind
         self._executor.shutdown()
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Do all jobs, in any order; the first error is raised when no thread is in a job any more."""
+        """Run all jobs, in any order; raises the first error after all threads have stopped."""
         self.finish(self.start(jobs))
 
     def start(self, jobs: Iterable[Job]) -> list[Future[None]]:
-        """Begin to do them; each thread has one `Future` for all that it does."""
+        """Start to run jobs; returns one `Future` per thread."""
         waiting = iter(jobs)
         return [self._executor.submit(self._work, waiting, room) for room in self._rooms]
 
     @staticmethod
     def finish(futures: Iterable[Future[None]]) -> None:
-        """Wait for the end of all, and raise the first error."""
+        """Wait for all threads, and raise the first error."""
         futures = list(futures)
         for future in futures:
             with through():

@@ -1,7 +1,7 @@
-"""Python values as JSON and back, exactly: what schedulers, random generators and data loaders have as their state.
+"""Encodes Python values as JSON and decodes them exactly: states of schedulers, random generators and data loaders.
 
-Numbers, texts, lists, tuples, dicts with any such keys, sets, bytes, tensors and arrays. Nothing that runs code when it
-is read; whatever else comes is refused when it is saved, by its place and its type.
+Numbers, strings, lists, tuples, dicts with any such keys, sets, bytes, tensors and arrays. Decoding never runs code.
+Other types are refused when they are saved, with their place and type.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero_infinity.checkpoint.tensor_file import DTYPES, NAMES, num_bytes_of
+from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES, num_bytes_of
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.units import format_bytes
 
-# Everything in it is in memory as text: it is for counters and random states, not for weights.
+# Values are held in memory as text: meant for counters and random states, not for weights.
 MAX_TENSOR_BYTES = 64 << 20
-_MAX_LEVELS = 100  # of lists in lists: few enough to be read again on whatever stack
-_MAX_BITS = 8192  # of an integer; beyond 4300 digits Python reads and writes none as text
-_KIND = "$"  # the key that tells what a JSON object stands for
+_MAX_LEVELS = 100  # of nesting: few enough to be decoded on any stack
+_MAX_BITS = 8192  # of an integer; Python refuses to convert more than 4300 digits
+_KIND = "$"  # the key whose value is the Python type
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def encode(value: Any, where: str) -> Any:
-    """JSON for `value`, which was found at `where`."""
+    """JSON for `value`; errors call it `where`."""
     return _encode(value, where, _MAX_LEVELS)
 
 
@@ -50,7 +50,7 @@ def _encode(value: Any, where: str, levels: int) -> Any:
     if not levels and isinstance(value, list | Mapping | tuple | set | frozenset):
         raise UsageError(
             f"{where[:200]}... has more than {_MAX_LEVELS} levels of lists and dicts, which cannot be saved\n"
-            "  fix:   fewer levels; a list that contains itself has no end"
+            "  fix:   fewer levels; a list must not contain itself"
         )
     if isinstance(value, list):
         return [_encode(item, f"{where}[{number}]", levels - 1) for number, item in enumerate(value)]
@@ -64,7 +64,7 @@ def _encode(value: Any, where: str, levels: int) -> Any:
         return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
     raise UsageError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved\n"
-        "  fix:   numbers, texts, lists, dicts and tensors, or an object with state_dict() and load_state_dict()"
+        "  fix:   numbers, strings, lists, dicts and tensors, or an object with state_dict() and load_state_dict()"
     )
 
 
@@ -80,7 +80,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str, kind: str) -> Any:
     if tensor.nbytes > MAX_TENSOR_BYTES:
         raise UsageError(
             f"{where} is a tensor of {format_bytes(tensor.nbytes)}; at most {format_bytes(MAX_TENSOR_BYTES)} can be "
-            "saved beside the model\n  fix:   make it a buffer of the model, which is streamed, or save it yourself"
+            "saved in extra\n  fix:   make it a buffer of the model, which is streamed, or save it yourself"
         )
     is_complex = tensor.dtype in _COMPLEX
     plain = torch.view_as_real(tensor) if is_complex else tensor
@@ -97,11 +97,11 @@ def _encode_tensor(tensor: torch.Tensor, where: str, kind: str) -> Any:
 
 
 def decode(value: Any, where: str) -> Any:
-    """What `encode` was given. Raises `CheckpointError` for anything that it did not make."""
+    """The inverse of `encode`. Raises `CheckpointError` for anything that `encode` does not produce."""
     try:
         return _decode(value, where)
     except RecursionError:
-        raise CheckpointError(f"{where} is damaged: it is nested without end") from None
+        raise CheckpointError(f"{where} is damaged: it is nested too deeply") from None
 
 
 def _decode(value: Any, where: str) -> Any:
@@ -118,9 +118,7 @@ def _decode(value: Any, where: str) -> Any:
     except RecursionError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{where} is damaged: a saved {str(value[_KIND])[:40]} is not whole ({error!r})"
-        ) from None
+        raise CheckpointError(f"{where} is damaged: a saved {str(value[_KIND])[:40]} is invalid ({error!r})") from None
 
 
 def _decode_kind(kind: object, value: dict[str, Any], where: str) -> Any:
@@ -141,7 +139,7 @@ def _decode_kind(kind: object, value: dict[str, Any], where: str) -> Any:
             return _decode_tensor(value)
         case "array":
             return _decode_tensor(value).numpy()
-    raise CheckpointError(f"{where} is damaged: {str(kind)[:40]!r} is no kind of value")
+    raise CheckpointError(f"{where} is damaged: {str(kind)[:40]!r} is not a known type")
 
 
 def _decode_tensor(value: dict[str, Any]) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Reads a checkpoint into a prepared model, whatever its ranks, stage, budget and dtypes are and were.
+"""Loads a checkpoint into a prepared model. Ranks, stage, budget and dtypes may differ from those that saved it.
 
-First everything that can be wrong is looked at; then blocks are filled. Each rank reads what it keeps.
+Everything that can be checked is checked before any value is replaced. Then each rank reads what it keeps
+(`shard_reader`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint import rank_state
-from zero_infinity.checkpoint.directory import find
+from zero_infinity.checkpoint.dtype_conversion import as_real
+from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.model_contents import contents_of, state_key
-from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
-from zero_infinity.checkpoint.plain_tensors import as_real
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
@@ -37,66 +37,66 @@ from zero_infinity.params.unit import ManagedParameter
 class CheckpointLoad:
     """One checkpoint into one model, on one rank."""
 
-    def __init__(self, model: nn.Module, engine: TrainingView, *, with_optimizer: bool, strict: bool) -> None:
-        self._engine = engine
-        self._optimizer = engine.user_optimizer if with_optimizer else None
-        self._contents = contents_of(model, engine)
+    def __init__(self, model: nn.Module, view: TrainingView, *, with_optimizer: bool, strict: bool) -> None:
+        self._view = view
+        self._optimizer = view.user_optimizer if with_optimizer else None
+        self._contents = contents_of(model, view)
         self._strict = strict
-        self._agreement = Agreement("zi.load", engine.ranks, engine.step_channel)
+        self._agreement = Agreement("zi.load", view.ranks, view.step_channel)
 
     def read(self, path: Path, objects: Mapping[str, Any], progress: Progress | None = None) -> dict[str, Any]:
-        """Load; returns what was saved as `extra`."""
-        agreement, engine = self._agreement, self._engine
-        engine.background_save.wait()
+        """Load it; returns what was saved as `extra`."""
+        agreement, view = self._agreement, self._view
+        view.background_save.wait()
         with ExitStack() as stack:
             folder = self._find(path)
             with agreement.agreed("checks"):
                 checkpoint = OpenCheckpoint(folder, stack)
                 manifest = checkpoint.manifest
-                random_states, extra = rank_state.read(folder, manifest, agreement.rank)
+                random_states, extra = rank_state.read(checkpoint, agreement.rank)
                 rank_state.check_objects(extra, objects, folder)
                 found, problems = match(self._contents, checkpoint, self._optimizer, strict=self._strict)
                 problems.raise_if_any(
                     f"{folder} does not fit the model",
-                    "build the model and the optimizer as they were; strict=False leaves alone what one of them lacks",
+                    "build both as they were saved, or strict=False to skip what either side lacks",
                 )
             digest = manifest.to_bytes()[:128].decode()
             agreement.same("the checkpoint", digest, "the same path, on a file system that all machines share")
-            with agreement.agreed("reading"), held(), engine.replacing():
+            with agreement.agreed("reading"), held(), view.replacing():
                 self._fill(found, ProgressMeter(progress))
                 if self._optimizer is not None and manifest.optimizer is not None:
                     self._take_settings(manifest.optimizer)
                     self._take_states(found)
             if self._optimizer is not None:
-                engine.go_on_from(manifest.step)
-                if manifest.loss_scale is not None and engine.loss_scale is not None:
-                    engine.loss_scale.load_state_dict(manifest.loss_scale)
+                view.go_on_from(manifest.step)
+                if manifest.loss_scale is not None and view.loss_scale is not None:
+                    view.loss_scale.load_state_dict(manifest.loss_scale)
                 if random_states is not None:
                     rank_state.restore_random(random_states)
             rank_state.restore_objects(extra, objects)
         return extra
 
     def _find(self, path: Path) -> Path:
-        """The first rank says which one is the latest."""
+        """Rank 0 decides which one is the latest."""
         agreement = self._agreement
         name = ""
-        with agreement.agreed("finding it"):
+        with agreement.agreed("finding the checkpoint"):
             if agreement.rank == 0:
                 found = find(path)
                 name = found.name if found != path else ""
             elif not path.is_dir():
                 raise CheckpointError(
-                    f"{path} is not there for rank {agreement.rank}\n  fix:   a file system that all share"
+                    f"{path} does not exist for rank {agreement.rank}\n  fix:   a file system that all machines share"
                 )
         return path / agreement.of_first("its name", name)
 
     # ------------------------------------------------------------------ values and states
 
     def _fill(self, found: TensorMatch, meter: ProgressMeter) -> None:
-        contents, engine = self._contents, self._engine
-        with engine.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
+        contents, view = self._contents, self._view
+        with view.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
             filling = ShardReader(
-                contents, engine, thread_pool, replaces_records=self._optimizer is not None, meter=meter
+                contents, view, thread_pool, replaces_records=self._optimizer is not None, meter=meter
             )
             meter.total = sum(task.num_bytes for task in self._tasks(filling, found))
             filling.run(self._tasks(filling, found))
@@ -110,7 +110,7 @@ class CheckpointLoad:
         contents = self._contents
         for unit in contents.units:
             yield from filling.of_unit(unit, found.sources)
-            record = self._engine.records.get(unit)
+            record = self._view.records.get(unit)
             if record is not None:
                 slots: dict[ManagedParameter, tuple[str, ...]] = {}
                 for known, names in record.state_names.items():
@@ -119,21 +119,21 @@ class CheckpointLoad:
                 yield from filling.of_record(record, slots, found.sources)
 
     def _take_settings(self, entry: OptimizerEntry) -> None:
-        for group, saved in zip(self._engine.user_optimizer.param_groups, entry.groups, strict=True):
+        for group, saved in zip(self._view.user_optimizer.param_groups, entry.groups, strict=True):
             group.update(copy_scalars(saved.settings))
 
     def _take_states(self, found: TensorMatch) -> None:
-        engine, contents = self._engine, self._contents
-        engine.state_io.forget_states()
+        view, contents = self._view, self._contents
+        view.state_io.forget_states()
         for parameter, (name, *_) in contents.names.items():
             state = found.states.get(name)
             known = contents.managed.get(name)
             if known is None:
-                engine.user_optimizer.state.pop(parameter, None)
+                view.user_optimizer.state.pop(parameter, None)
             if state is None:
                 continue
             if known is not None:
-                engine.state_io.restore_scalars(known, state.names, state.scalars)
+                view.state_io.restore_scalars(known, state.names, state.scalars)
                 continue
             values = copy_scalars(state.scalars)
             for slot in state.slots:
@@ -141,7 +141,7 @@ class CheckpointLoad:
                 source = found.sources[OPTIMIZER, state_key(slot, name)]
                 with IOThreadPool(0) as thread_pool:
                     thread_pool.run([partial(_copy_whole, source, values[slot])])
-            engine.user_optimizer.state[parameter] = {name: values[name] for name in state.names}
+            view.user_optimizer.state[parameter] = {name: values[name] for name in state.names}
 
 
 def _copy_whole(source: StoredTensor, value: torch.Tensor, room: memoryview) -> None:

@@ -1,14 +1,14 @@
-"""What a checkpoint says of itself: one JSON file beside its tensors. Knows the format; moves no tensors.
+"""The manifest of a checkpoint, and the format of checkpoints. Reads and writes the manifest, no tensors.
 
-    manifest.json                      names, shapes, dtypes, checksums, and everything that is no tensor
+    manifest.json                      names, shapes, dtypes, checksums, and everything that is not a tensor
     model-00001-of-00002.safetensors   parameters and buffers, whole, under the names of `model.state_dict()`
-    optimizer-00001-of-....safetensors what the optimizer keeps per element, as "exp_avg/NAME"
-    rank-00000.json                    of each rank that saved: its random states and its `extra`
+    optimizer-00001-of-....safetensors optimizer states per element, as "exp_avg/NAME"
+    rank-00000.json                    one per rank that saved: its random states and its `extra`
 
-The tensors' files are the same, byte for byte, however many ranks, whichever stage and whatever budget wrote them.
+The safetensors files are identical, byte for byte, for any number of ranks, stage and budget.
 
-Every byte is covered: tensors by a CRC-32 for each piece, headers and rank files by one each, and the manifest by a
-SHA-256 of itself in its first line.
+Every byte is covered by a checksum: tensors by a CRC-32 per piece, headers and rank files by one each (verified in
+`verified_tensors`), and the manifest by a SHA-256 of itself in its first line (verified here).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from zero_infinity.checkpoint import json_codec
+from zero_infinity.checkpoint.safetensors_header import DTYPES, num_bytes_of
 from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
-from zero_infinity.checkpoint.tensor_file import DTYPES, num_bytes_of
 from zero_infinity.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "zero_infinity checkpoint"
 VERSION = 1
-# A checksum covers this many bytes of a tensor. Whoever loads a part of one reads the pieces around it.
+# A checksum covers this many bytes of a tensor. Loading a part of a tensor reads all pieces that overlap it.
 PIECE_BYTES = 2 << 20
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -42,7 +42,7 @@ _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 class TensorEntry:
     """A tensor in one of the files.
 
-    `order`: the dimensions of the model's tensor as they are stored, where that is not row by row (channels_last).
+    `order`: the order in which dimensions are stored, if that is not row-major (channels_last).
     """
 
     file: str
@@ -74,7 +74,7 @@ class GroupEntry:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """The optimizer's state of one parameter: names in the optimizer's own order; what is no scalar is a tensor."""
+    """The optimizer's state of one parameter: names in the optimizer's order; what is not a scalar is a tensor."""
 
     names: tuple[str, ...]
     scalars: dict[str, Any]
@@ -86,7 +86,7 @@ class StateEntry:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerEntry:
-    """What is known of the optimizer beside its tensors."""
+    """The optimizer without its tensors."""
 
     kind: str
     groups: tuple[GroupEntry, ...]
@@ -158,7 +158,7 @@ def _tensor_as_json(tensor: TensorEntry) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint: every field checked, the files not yet looked at."""
+    """Read a manifest and check every field. The other files are not looked at."""
     path = folder / MANIFEST
     data = read_bytes(path, _MAX_BYTES)
     first = _FIRST_LINE.match(data)
@@ -169,11 +169,11 @@ def read(folder: Path) -> Manifest:
     version = values.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"{path} has version {str(version)[:40]} of the format; this is version {VERSION}\n"
+            f"{path} has version {str(version)[:40]} of the format; this library reads version {VERSION}\n"
             "  fix:   load it with the zero_infinity that wrote it, or a later one"
         )
     if first is None or hashlib.sha256(data[first.end() :]).hexdigest() != first.group(1).decode():
-        raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
+        raise CheckpointError(f"{path} is damaged: its content does not match its SHA-256")
     if fields.count("piece_bytes") != PIECE_BYTES:
         raise CheckpointError(f"{path}: pieces of {fields.count('piece_bytes')} bytes, not {PIECE_BYTES}")
     files = {name: _file(name, value, path) for name, value in fields.table("files").items()}
@@ -194,9 +194,9 @@ def read(folder: Path) -> Manifest:
 
 
 def _file(name: str, value: object, path: Path) -> FileEntry:
-    # Also what keeps "../x" and absolute paths out.
+    # This also rejects "../x" and absolute paths.
     if FILE_NAME.fullmatch(name) is None:
-        raise CheckpointError(f"{path} is damaged: {name[:200]!r} is no name of a file of a checkpoint")
+        raise CheckpointError(f"{path} is damaged: {name[:200]!r} is not the name of a checkpoint file")
     fields = JsonFields(value, f"{path}: file {name!r}")
     return FileEntry(fields.count("bytes"), fields.count("crc32"))
 
@@ -212,7 +212,7 @@ def _tensor(name: str, value: object, path: Path, files: Mapping[str, FileEntry]
     if dtype not in DTYPES or file not in files or len(shape) > 64:
         raise CheckpointError(f"{fields.where} is damaged: {dtype[:40]!r} in {file[:200]!r}")
     if order is not None and sorted(order) != list(range(len(shape))):
-        raise CheckpointError(f"{fields.where} is damaged: {list(order)} is no order of {len(shape)} dimensions")
+        raise CheckpointError(f"{fields.where} is damaged: {list(order)} is not an order of {len(shape)} dimensions")
     entry = TensorEntry(file, dtype, shape, fields.counts("crc32"), order)
     if len(entry.crc32) != num_pieces(entry.num_bytes):
         raise CheckpointError(
@@ -240,7 +240,7 @@ def _optimizer(values: dict[str, Any], path: Path) -> OptimizerEntry:
     for value in fields.items("groups"):
         group = JsonFields(value, f"{path}: a parameter group")
         settings = _decoded(group, "settings")
-        if "params" in settings:  # is no setting: it would take the place of the optimizer's parameters
+        if "params" in settings:  # would replace the optimizer's parameters
             raise CheckpointError(f"{group.where} is damaged: its settings have 'params'")
         groups.append(GroupEntry(settings, group.texts("parameters")))
     states = {}
@@ -261,5 +261,5 @@ def _loss_scale(value: object, path: Path) -> dict[str, float]:
 def _decoded(fields: JsonFields, name: str) -> dict[str, Any]:
     value = json_codec.decode(fields.table(name), fields.where)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{fields.where} is damaged: {name!r} is no table")
+        raise CheckpointError(f"{fields.where} is damaged: {name!r} is not a JSON object")
     return value

@@ -1,7 +1,7 @@
-"""What there is to save or to load of a model: its tensors by name, and where in which block their elements lie.
+"""A model's tensors by name, and where in which block their elements are. The same for saving and loading.
 
-A parameter is saved once, at its full precision: its master copy where it has one, else what is stored. What is stored
-beside a master copy is the master rounded, and is made from it again when a checkpoint is loaded.
+A parameter is saved once, at full precision: its master copy if it has one, else its stored value. The value stored
+next to a master copy is the rounded master, and is recomputed from it on load.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Key = tuple[str, str]  # section and name
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Elements `start` to `stop` of a tensor, in the order of its memory, and the first one's place in a block."""
+    """Elements `start` to `stop` of a tensor, in memory order, and the place of the first one in a block."""
 
     key: Key
     start: int
     stop: int
     at: int  # in elements of the block
     owner: ManagedParameter
-    is_derived: bool = False  # of what is saved from elsewhere
+    is_derived: bool = False  # rounded from a master copy, which is saved instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ModelContents:
     records: Mapping[Unit, StateRecord]
     names: dict[nn.Parameter, list[str]] = field(default_factory=dict)
     managed: dict[str, ManagedParameter] = field(default_factory=dict)  # by first name
-    plain: dict[str, torch.Tensor] = field(default_factory=dict)  # in memory: buffers, parameters that are in no unit
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)  # outside of blocks: buffers, parameters in no unit
     tied: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -69,7 +69,7 @@ class ModelContents:
         parts = []
         for known in unit.parameters:
             mine = unit.stored.overlap(known.offset, known.end)
-            if len(mine) and known.parameter in self.names:  # and was not replaced while the model was built
+            if len(mine) and known.parameter in self.names:  # else it was replaced while the model was built
                 start = first_element(known) + mine.start - known.offset
                 derived = record is not None and record.has_master and known in record.state_names
                 key = (MODEL, self.first_name(known))
@@ -81,7 +81,7 @@ class ModelContents:
     def of_record(
         self, record: StateRecord, slots: Mapping[ManagedParameter, tuple[str, ...]]
     ) -> Iterator[BlockContent]:
-        """The blocks of a unit's optimizer record, of which each parameter has these slots."""
+        """The blocks of a unit's optimizer record, restricted to these slots of each parameter."""
         for chunk in record.chunks:
             if chunk.record is None:
                 continue
@@ -97,7 +97,7 @@ class ModelContents:
                 yield BlockContent(chunk.record, record.dtype, tuple(parts))
 
     def value_dtype(self, known: ManagedParameter) -> torch.dtype:
-        """What a parameter is saved in."""
+        """The dtype in which a parameter is saved."""
         part = known.parts[0]
         record = self.records.get(part.unit)
         return record.dtype if record is not None and part in record.state_names else part.unit.dtype
@@ -109,7 +109,7 @@ def state_key(slot: str, name: str) -> str:
 
 
 def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
-    """Look at a model whose parameters are in the blocks of `view`."""
+    """The tensors of a model whose parameters are in the blocks of `view`."""
     contents = ModelContents(view.records)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names = contents.names.setdefault(parameter, [])
@@ -120,7 +120,7 @@ def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
         known = managed(parameter)
         if is_distributed(parameter):
             raise UsageError(
-                f"{name!r} is split over ranks (tensor parallel), and such models cannot be saved or loaded yet\n"
+                f"{name!r} is sharded over ranks (tensor parallel), which zi.save and zi.load do not support\n"
                 "  fix:   model.state_dict() and torch.distributed.checkpoint"
             )
         if known is None:
@@ -133,19 +133,19 @@ def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
     strangers = [p.name for unit in view.units for p in unit.parameters if p.parameter not in contents.names]
     if strangers:
         raise UsageError(
-            f"{strangers[0]!r} and {len(strangers) - 1} more parameters of a prepared model are not in this one\n"
-            "  fix:   give the model that zi.prepare, or zi.init, has made, not a part of it"
+            f"{strangers[0]!r} and {len(strangers) - 1} more parameters of the prepared model are not in this one\n"
+            "  fix:   pass the model that zi.prepare or zi.init returned, not a part of it"
         )
     return contents
 
 
 def first_element(known: ManagedParameter) -> int:
-    """Of a tile, within its parameter."""
+    """Index of a tile's first element within its parameter; 0 for whole parameters."""
     return known.first_row * known.shape[1:].numel() if known.whole is not None else 0
 
 
 def order_of(known: ManagedParameter) -> tuple[int, ...] | None:
-    """The dimensions in the order of the memory; None when that is row by row."""
+    """The dimensions in memory order; None if that is row-major."""
     sizes = zip(known.stride, known.shape, range(len(known.shape)), strict=True)
     order = tuple(number for _, _, number in sorted(sizes, key=lambda item: (-item[0], -item[1], item[2])))
     return None if order == tuple(range(len(order))) or _is_row_major(known) else order

@@ -1,12 +1,11 @@
-"""Weights from safetensors files of any origin into a model that was built by `zi.init` or prepared.
+"""Loads weights from safetensors files of any origin into a model that is prepared or built by `zi.init`.
 
-Values go from the files straight into blocks, converted to the dtype that is stored there. Tensors that transformers
-has to put together of others are in memory one at a time.
+Values go straight from the files into blocks, converted to the block's dtype. Tensors that transformers assembles from
+several others (`hf_names`) are in memory one at a time.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -15,82 +14,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zero_infinity.checkpoint.dtype_conversion import TensorSource, as_real
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, contents_of
-from zero_infinity.checkpoint.piece_io import OpenFile
-from zero_infinity.checkpoint.plain_tensors import as_real
-from zero_infinity.checkpoint.progress_meter import Progress, ProgressMeter
-from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader, Source
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
-from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
-from zero_infinity.checkpoint.tensor_file import read_header
+from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView
+from zero_infinity.checkpoint.verified_tensors import StoredTensor
+from zero_infinity.checkpoint.weight_files import open_weights
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.optim.state_records import MASTER
 from zero_infinity.params.unit import Unit
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}\.safetensors")
-_MAX_INDEX_BYTES = 1 << 28
-
-
-def open_weights(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a file, of the files in an index, or of a folder with one file or with several and an index."""
-    if path.is_file():
-        return _open_indexed(path, stack) if path.suffix == ".json" else _open(path, stack)
-    if (path / INDEX).is_file():
-        return _open_indexed(path / INDEX, stack)
-    if (path / SINGLE).is_file():
-        return _open(path / SINGLE, stack)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if (path / ".metadata").is_file():
-        raise CheckpointError(
-            f"{path} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle; "
-            "pickles are not read: they can run code\n"
-            "  fix:   if you trust it: state = model.state_dict(); dcp.load(state, checkpoint_id=path); "
-            "model.load_state_dict(state). Or write it with HuggingFaceStorageWriter, as safetensors"
-        )
-    if any(path.glob("shard-*.safetensors")):
-        raise CheckpointError(
-            f"{path} has each rank's parts of tensors (torch.distributed.checkpoint), not whole ones\n"
-            "  fix:   write whole ones beside them: HuggingFaceStorageWriter(..., enable_consolidation=True)"
-        )
-    pickled = " (pickled weights are not read: they can run code)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
-    raise CheckpointError(
-        f"{path} has neither {SINGLE} nor {INDEX}{pickled}\n"
-        "  fix:   a folder that model.save_pretrained(...) of transformers has written, or a .safetensors file"
-    )
-
-
-def _open(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    entries = read_header(path)[1]
-    file = stack.enter_context(OpenFile(path))
-    return {name: StoredTensor(name, file, e.start, e.dtype, e.shape) for name, e in entries.items()}
-
-
-def _open_indexed(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    folder = path.parent
-    places = JsonFields(parse(read_bytes(path, _MAX_INDEX_BYTES), path), str(path)).table("weight_map")
-    for name, file in places.items():
-        if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
-            raise CheckpointError(
-                f"{path} is damaged: {name[:200]!r} is in {str(file)[:200]!r}, which is no name of a file"
-            )
-    files = {file: _open(folder / file, stack) for file in dict.fromkeys(places.values())}
-    for name, file in places.items():
-        if name not in files[file]:
-            raise CheckpointError(f"{folder / file} has no tensor {name!r}, which {path.name} says it has")
-    return {name: files[file][name] for name, file in places.items()}
-
 
 class PretrainedLoad:
-    """Weights into one model, on one rank."""
+    """One load of weights into one model, on one rank."""
 
     def __init__(self, model: nn.Module, view: WeightsView, *, strict: bool) -> None:
         self._model = model
@@ -114,7 +57,7 @@ class PretrainedLoad:
             name for name in self._contents.plain if name not in self._contents.managed
         ]
 
-    # ------------------------------------------------------------------ what is made of what
+    # ------------------------------------------------------------------ matching
 
     def _match(
         self, path: Path, weights: Mapping[str, StoredTensor], plan: NamePlan
@@ -139,14 +82,17 @@ class PretrainedLoad:
                 continue
             shape, dtype = self._wanted(first)
             if shapes[saved[0]] != shape:
-                problems.add("other shapes", [f"{first} {list(shapes[saved[0]])}, in the model {list(shape)}"])
+                problems.add("different shapes", [f"{first} {list(shapes[saved[0]])}, in the model {list(shape)}"])
             if dtypes[saved[0]].is_floating_point != dtype.is_floating_point:
-                # Integers for fractions are quantized weights, which mean nothing without their scales.
-                problems.add("other kinds of numbers", [f"{first} {dtypes[saved[0]]}, in the model {dtype}"])
+                # Integers in place of floats are quantized weights, which are useless without their scales.
+                problems.add(
+                    "integers for floating-point numbers, or the reverse",
+                    [f"{first} {dtypes[saved[0]]}, in the model {dtype}"],
+                )
             makers[first] = found[saved[0]]
         problems.raise_if_any(
             f"the weights in {path} do not fit the model",
-            "the config that belongs to these weights; strict=False leaves alone what one of them lacks",
+            "build the model with the config of these weights, or strict=False to skip what either side lacks",
         )
         return makers
 
@@ -161,7 +107,7 @@ class PretrainedLoad:
     def _made(
         self, path: Path, conversion: NameConversion, weights: Mapping[str, StoredTensor]
     ) -> dict[str, torch.Tensor]:
-        """What a conversion would make, without values."""
+        """The results of a conversion, on the meta device."""
         try:
             return conversion.apply(
                 self._model,
@@ -188,7 +134,7 @@ class PretrainedLoad:
             for unit in contents.units:
                 by_kind[self._is_converted(unit, makers)].append(unit)
             filling.run(task for unit in by_kind[False] for task in self._tasks(filling, unit, made))
-            # What they are made of is read by the same threads before.
+            # Their sources are read by the same threads, before the blocks are filled.
             for unit in by_kind[True]:
                 filling.run(list(self._tasks(filling, unit, made)))
             for name, value in contents.plain.items():
@@ -207,7 +153,7 @@ class PretrainedLoad:
             yield from filling.of_record(record, dict.fromkeys(record.state_names, (MASTER,)), sources)
 
     def _num_bytes(self, makers: Mapping[str, StoredTensor | NameConversion]) -> int:
-        """What goes into this rank's blocks. Counted without asking for sources: some would have to be made."""
+        """Bytes that go into this rank's blocks. Does not ask for sources: that would run conversions."""
         return sum(
             (part.stop - part.start) * content.dtype.itemsize
             for unit in self._contents.units
@@ -217,13 +163,13 @@ class PretrainedLoad:
         )
 
     def _filled(self, unit: Unit) -> Iterator[BlockContent]:
-        """What `_tasks` fills."""
+        """The blocks that `_tasks` fills."""
         yield self._contents.of_unit(unit)
         record = self._contents.records.get(unit)
         if record is not None and record.has_master:
             yield from self._contents.of_record(record, dict.fromkeys(record.state_names, (MASTER,)))
 
-    def _sources(self, unit: Unit, made: _Made) -> dict[Key, Source]:
+    def _sources(self, unit: Unit, made: _Made) -> dict[Key, TensorSource]:
         names = self._names_in(unit)
         return {(MODEL, name): source for name in names if (source := made.source(name)) is not None}
 
@@ -233,7 +179,7 @@ class PretrainedLoad:
 
 
 class _Made:
-    """Sources of tensors; of a conversion that makes several, what is not used yet."""
+    """Sources of tensors. Keeps results of a conversion until they are used."""
 
     def __init__(
         self,
@@ -248,7 +194,7 @@ class _Made:
         self._thread_pool = thread_pool
         self._waiting: dict[str, torch.Tensor] = {}
 
-    def source(self, name: str) -> Source | None:
+    def source(self, name: str) -> TensorSource | None:
         maker = self._makers.get(name)
         if maker is None or isinstance(maker, StoredTensor):
             return maker

@@ -1,4 +1,4 @@
-"""What each rank has of its own: the states of its random generators, and what the user gives as `extra`."""
+"""Each rank's own state in a checkpoint: random number generators, and what the user passes as `extra`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import numpy as np
 import torch
 
 from zero_infinity.checkpoint import json_codec
-from zero_infinity.checkpoint.manifest import Manifest
-from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
+from zero_infinity.checkpoint.strict_json import JsonFields, parse
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint
 from zero_infinity.errors import CheckpointError, UsageError
-from zero_infinity.storage.checksum import crc32
-
-_MAX_BYTES = 1 << 30
 
 
 def file_of(rank: int) -> str:
@@ -25,42 +22,36 @@ def file_of(rank: int) -> str:
 
 
 def to_bytes(extra: Mapping[str, Any]) -> bytes:
-    """This rank's state as it is now; objects in `extra` that have a `state_dict` give that."""
+    """This rank's current state. For objects in `extra` that have a `state_dict`, that is saved."""
     states = {}
     if not isinstance(extra, Mapping):
         raise UsageError(f"extra is a {type(extra).__name__}, not a dict\n  fix:   extra={{'name': value, ...}}")
     for name, value in extra.items():
         if not isinstance(name, str):
-            raise UsageError(f"extra has the key {name!r}, which is no text\n  fix:   extra={{'name': value, ...}}")
+            raise UsageError(f"extra has the key {name!r}, not a str\n  fix:   extra={{'name': value, ...}}")
         state = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         states[name] = json_codec.encode(state, f"extra[{name!r}]")
     random_states = json_codec.encode(_random_states(), "the random states")
     return json.dumps({"random": random_states, "extra": states}, indent=1, allow_nan=False).encode()
 
 
-def read(folder: Path, manifest: Manifest, rank: int) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The random states that a rank of this number had, if there was one, and its `extra`, else that of the first."""
-    is_own = rank < manifest.num_ranks
+def read(checkpoint: OpenCheckpoint, rank: int) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The random states of the rank with this number (None if there was none), and its `extra` (or that of rank 0)."""
+    is_own = rank < checkpoint.manifest.num_ranks
     name = file_of(rank if is_own else 0)
-    entry = manifest.files.get(name)
-    path = folder / name
-    if entry is None:
-        raise CheckpointError(f"{folder} is damaged: its manifest knows no {name}")
-    data = read_bytes(path, _MAX_BYTES)
-    if len(data) != entry.num_bytes or crc32(data) != entry.crc32:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one in the manifest")
-    fields = JsonFields(parse(data, path), str(path))
+    path = checkpoint.folder / name
+    fields = JsonFields(parse(checkpoint.read_rank_file(name), path), str(path))
     extra = {key: json_codec.decode(value, f"{path}: extra[{key!r}]") for key, value in fields.table("extra").items()}
     states = json_codec.decode(fields.table("random"), f"{path}: the random states")
     return (states if is_own else None), extra
 
 
 def restore_random(states: dict[str, Any]) -> None:
-    """Let random generators go on from where they were."""
+    """Restore the random number generators."""
     try:
         _restore_random(states)
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"the random states of the checkpoint are none: {error}") from error
+        raise CheckpointError(f"the random states of the checkpoint are damaged: {error}") from error
 
 
 def _restore_random(states: dict[str, Any]) -> None:
@@ -73,7 +64,7 @@ def _restore_random(states: dict[str, Any]) -> None:
 
 
 def restore_objects(extra: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Give objects with a `load_state_dict` their states."""
+    """Call `load_state_dict` of the objects that have one."""
     for name, target in objects.items():
         if callable(getattr(target, "load_state_dict", None)):
             target.load_state_dict(extra[name])

@@ -1,43 +1,38 @@
-"""Brings tensors from files into a model's blocks, converted on the way, within the engine's memory budget.
+"""Fills a model's blocks from tensors in files, within the memory budget.
 
-A block gets its room in memory (without being read from its drive), threads fill it with the pieces of tensors that
-belong there, and the store writes it home when later ones need the room. The next blocks are begun before the last
-ones are full, so that the drive always has something to read.
+A block is given memory without being read from its drive, threads copy pieces of tensors into it (converting them, see
+`dtype_conversion`), and the store writes it back when later blocks need the memory. Several blocks are open at a time,
+so that the drive always has something to read.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
+from zero_infinity.checkpoint.dtype_conversion import BlockCopy, TensorSource, copies_into_block
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
-from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart, order_of
-from zero_infinity.checkpoint.progress_meter import ProgressMeter
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart
+from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 
-Source = StoredTensor | torch.Tensor  # in a file, or in memory
-Copy = Callable[[memoryview, memoryview], None]  # into the bytes of a block, by way of a room
-
-# Blocks that are being filled may take this part of the room for blocks (one of them always may).
+# Open blocks may take this part of the cache; one block is always allowed.
 _OPEN_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class FillTask:
-    """A block and what goes into it. `replaces`: nothing of what it has stays."""
+    """A block and what goes into it. `replaces`: all of its content is replaced."""
 
     content: BlockContent
     parts: tuple[TensorPart, ...]
-    sources: Mapping[Key, Source]
+    sources: Mapping[Key, TensorSource]
     replaces: bool
 
     @property
@@ -52,7 +47,7 @@ class _Open:
     content: BlockContent
     num_copies: int
     filled_bytes: int
-    num_bytes: int = field(init=False)  # that it takes of the room for blocks
+    num_bytes: int = field(init=False)  # that it takes of the cache
 
     def __post_init__(self) -> None:
         block = self.content.block
@@ -74,26 +69,29 @@ class ShardReader:
         self._contents = contents
         self._meter = meter or ProgressMeter(None)
         self._thread_pool = thread_pool
-        self._replaces_records = replaces_records  # or only the master copies in them
+        self._replaces_records = replaces_records  # else only the master copies in them
         self._host_cache, self._store = view.host_cache, view.store
         self._most_open = int(self._host_cache.policy.budget * _OPEN_SHARE)
         self._open: set[_Open] = set()
         self._closed = threading.Condition()
 
-    def of_unit(self, unit: Unit, sources: Mapping[Key, Source]) -> Iterator[FillTask]:
-        """The values of a unit's parameters; those that have no source stay as they are."""
+    def of_unit(self, unit: Unit, sources: Mapping[Key, TensorSource]) -> Iterator[FillTask]:
+        """The values of a unit's parameters; those without a source keep theirs."""
         content = self._contents.of_unit(unit)
         yield _task(content, sources, replaces=True)
 
     def of_record(
-        self, record: StateRecord, slots: Mapping[ManagedParameter, tuple[str, ...]], sources: Mapping[Key, Source]
+        self,
+        record: StateRecord,
+        slots: Mapping[ManagedParameter, tuple[str, ...]],
+        sources: Mapping[Key, TensorSource],
     ) -> Iterator[FillTask]:
         """The states of a unit's parameters."""
         for content in self._contents.of_record(record, slots):
             yield _task(content, sources, replaces=self._replaces_records)
 
     def run(self, tasks: Iterable[FillTask]) -> None:
-        """Do all of them, in this order."""
+        """Run all tasks, started in this order."""
         try:
             self._thread_pool.run(self._jobs(tasks))
         finally:
@@ -104,12 +102,12 @@ class ShardReader:
     # ------------------------------------------------------------------ blocks
 
     def _jobs(self, tasks: Iterable[FillTask]) -> Iterator[Job]:
-        """Runs on whichever thread of the crew wants the next job, one at a time."""
+        """Advanced by whichever thread needs the next job, one at a time."""
         for task in tasks:
             if not task.parts:
                 continue
             dtype = task.content.dtype
-            copies = [copy for part in task.parts for copy in _copies(part, dtype, task.sources[part.key])]
+            copies = [copy for part in task.parts for copy in copies_into_block(part, dtype, task.sources[part.key])]
             opened = self._begin(task, len(copies))
             for copy in copies:
                 yield partial(self._do, opened, copy)
@@ -122,7 +120,7 @@ class ShardReader:
             self._open.add(opened)
             host_cache.pin(block)
         if task.replaces and not block.leased:
-            # It need not be read before. (What has no part is padding, or a state that nobody has yet.)
+            # No need to read it first. (Bytes in no part are padding, or states that do not exist yet.)
             host_cache.expire(block)
         host_cache.access(block)
         host_cache.wait(block)
@@ -132,7 +130,7 @@ class ShardReader:
     def _open_bytes(self) -> int:
         return sum(opened.num_bytes for opened in self._open)
 
-    def _do(self, opened: _Open, copy: Copy, room: memoryview) -> None:
+    def _do(self, opened: _Open, copy: BlockCopy, room: memoryview) -> None:
         block: Block = opened.content.block
         with self._store.changing_bytes(block) as memory:
             copy(memory, room)
@@ -140,58 +138,13 @@ class ShardReader:
             opened.num_copies -= 1
             if not opened.num_copies:
                 self._store.mark_dirty(block)
-                self._store.write_back(block)  # now, so that it can leave at once when its room is needed
+                self._store.write_back(block)  # now, so that it can be evicted without waiting
                 self._host_cache.unpin(block)
                 self._open.discard(opened)
                 self._meter.add(opened.filled_bytes)
                 self._closed.notify_all()
 
 
-def _task(content: BlockContent, sources: Mapping[Key, Source], *, replaces: bool) -> FillTask:
+def _task(content: BlockContent, sources: Mapping[Key, TensorSource], *, replaces: bool) -> FillTask:
     parts = tuple(part for part in content.parts if part.key in sources)
     return FillTask(content, parts, sources, replaces=replaces and len(parts) == len(content.parts))
-
-
-# ---------------------------------------------------------------------- pieces
-
-
-def _copies(part: TensorPart, dtype: torch.dtype, source: Source) -> Iterator[Copy]:
-    """What fills a part of a block whose elements are of `dtype`."""
-    if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
-        for number in source.pieces(part.start, part.stop):
-            yield partial(_copy_piece, source, number, part, dtype)
-    else:
-        yield partial(_copy_whole, source, part, dtype)
-
-
-def _copy_piece(
-    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
-) -> None:
-    """Copy what a piece has of a part."""
-    whole = source.elements(number)
-    if source.dtype == dtype and part.start <= whole.start and whole.stop <= part.stop:
-        # Without a tensor: each operation of torch lets others have the GIL, for which twelve threads then queue.
-        before = part.at - part.start
-        place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
-        if source.read_into(number, place):
-            return
-    target = _elements(part, dtype, block)
-
-    def copy(elements: torch.Tensor, first: int) -> None:
-        start, stop = max(first, part.start), min(first + len(elements), part.stop)
-        if start < stop:
-            target[start - part.start : stop - part.start].copy_(elements[start - first : stop - first])
-
-    source.read_piece(number, room, copy)
-
-
-def _copy_whole(source: Source, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview) -> None:
-    whole = source.whole(room) if isinstance(source, StoredTensor) else source
-    owner = part.owner.whole or part.owner
-    with torch.no_grad():
-        _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
-
-
-def _elements(part: TensorPart, dtype: torch.dtype, block: memoryview) -> torch.Tensor:
-    """A part's own."""
-    return torch.frombuffer(block, dtype=dtype)[part.at : part.at + part.stop - part.start]

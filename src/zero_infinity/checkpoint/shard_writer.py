@@ -1,12 +1,11 @@
-"""Moves one rank's parts of a checkpoint from blocks into files, while training waits or while it goes on.
+"""Writes one rank's parts of a checkpoint from blocks into files, in the foreground or in the background.
 
-Blocks are read where they are, in memory or on their drive, piece by piece; nothing is fetched for it, so that training
-goes on afterwards with the same blocks in memory. Whole tensors are never put together.
+Blocks are read piece by piece where they are, in memory or on their drive. Nothing is fetched, so the cache is the same
+afterwards, and whole tensors are never assembled.
 
-While training goes on, every block that is still to be written is guarded by the store: nobody gets to read or to
-change it before it is in the file. So what is written is the state at the moment of the save, bit for bit, whatever
-anybody does meanwhile, and no copy of anything is made. A block that training asks for is written next: training stands
-still only where it overtakes the drive.
+In the background, the store guards every block that is not written yet: nobody can read or change it before it is in
+the file. So the file has the values at the moment of the save, bit for bit, and nothing is copied. A block that
+training asks for is written next; training waits only where it overtakes the drive.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ from pathlib import Path
 
 import torch
 
-from zero_infinity.checkpoint.file_plan import FilePlace, WrittenPart
+from zero_infinity.checkpoint.dtype_conversion import bytes_of
+from zero_infinity.checkpoint.file_io import OpenFile, congruent
+from zero_infinity.checkpoint.file_layout import FilePlace, WrittenPart
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_element
-from zero_infinity.checkpoint.piece_io import OpenFile, congruent
-from zero_infinity.checkpoint.plain_tensors import bytes_of
-from zero_infinity.checkpoint.progress_meter import ProgressMeter
+from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.checksum import crc32
 
-# Rooms for pieces while training goes on: at most so much, and so much of what could leave the cache.
-_MOST_LENT = 16 << 20
-_LENT_SHARE = 1 / 4
-_LEAST_ROOM = 64 << 10
+# Staging memory in the background: a part of the cache's spare bytes, between these limits.
+_MAX_STAGING_BYTES = 16 << 20
+_STAGING_SHARE = 1 / 4
+_MIN_STAGING_BYTES = 64 << 10
 
 
 class ShardWriter:
-    """The parts of one rank."""
+    """The parts of one rank of one checkpoint."""
 
     def __init__(
         self,
-        engine: TrainingView,
+        view: TrainingView,
         rank: int,
         folder: Path,
         files: Iterable[str],
         places: Mapping[Key, FilePlace],
         meter: ProgressMeter,
     ) -> None:
-        self._engine, self._store, self._rank = engine, engine.store, rank
+        self._view, self._store, self._rank = view, view.store, rank
         self._places = places
         self._meter = meter
         self.written: list[WrittenPart] = []
@@ -60,15 +59,15 @@ class ShardWriter:
             self._stack = stack.pop_all()
 
     def num_bytes(self, contents: Iterable[BlockContent]) -> int:
-        """What this rank will write of these blocks."""
+        """Bytes that this rank will write of these blocks."""
         return sum((last - first) * c.dtype.itemsize for c in contents for _, first, last in self._mine(c))
 
-    # ------------------------------------------------------------------ while training waits
+    # ------------------------------------------------------------------ in the foreground
 
     def write_now(self, contents: Iterable[BlockContent], values: Mapping[Key, torch.Tensor]) -> None:
-        """Write blocks, and what is in memory as it is. What gradients go through between two steps is idle now."""
-        with self._engine.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
-            if self._engine.verify:
+        """Write blocks, and tensors that are outside of blocks, while training waits."""
+        with self._view.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
+            if self._view.verify:
                 for content in contents:
                     self._write_verified(content, thread_pool)
             else:
@@ -76,19 +75,19 @@ class ShardWriter:
             thread_pool.run(self._value_jobs(values))
 
     def _write_verified(self, content: BlockContent, thread_pool: IOThreadPool) -> None:
-        """By way of memory, where the store checks what comes back from a drive."""
-        host_cache = self._engine.host_cache
+        """Fetch the block first: the store then verifies what comes back from a drive."""
+        host_cache = self._view.host_cache
         host_cache.access(content.block)
         host_cache.wait(content.block)
         with host_cache.pinned(content.block):
             thread_pool.run(self._block_jobs(content, thread_pool))
 
-    # ------------------------------------------------------------------ while training goes on
+    # ------------------------------------------------------------------ in the background
 
     def start(self, contents: Iterable[BlockContent], values: Mapping[Key, torch.Tensor]) -> None:
-        """Begin to write blocks that nobody uses before they are written; `finish` waits for that."""
+        """Start to write blocks, each guarded until it is written; `finish` waits for that."""
         by_block = {content.block: content for content in contents if any(self._mine(content))}
-        # Through a tensor over its memory that somebody has a block may change at any time.
+        # A leased block may change at any time, through a tensor over its memory. It is written now.
         now = {block: content for block, content in by_block.items() if block.leased}
         self.write_now(now.values(), values)
         later = [block for block in by_block if block not in now]
@@ -98,11 +97,11 @@ class ShardWriter:
         self._guarded = thread_pool.start(self._guarded_jobs(by_block, thread_pool))
 
     def _lend(self) -> int:
-        """Bytes for rooms, which the cache does without meanwhile. What is at home in memory needs none."""
-        host_cache, pool = self._engine.host_cache, self._store.pool
-        num_bytes = min(_MOST_LENT, int(self._engine.spare_bytes * _LENT_SHARE))
-        if num_bytes < _LEAST_ROOM or not host_cache.lend(num_bytes):
-            return _LEAST_ROOM
+        """Bytes for staging, taken from the cache meanwhile. Blocks whose home is RAM need none."""
+        host_cache, pool = self._view.host_cache, self._store.pool
+        num_bytes = min(_MAX_STAGING_BYTES, int(self._view.spare_bytes * _STAGING_SHARE))
+        if num_bytes < _MIN_STAGING_BYTES or not host_cache.lend(num_bytes):
+            return _MIN_STAGING_BYTES
         self._stack.callback(host_cache.take_back, num_bytes)
         pool.charge(num_bytes)
         self._stack.callback(pool.discharge, num_bytes)
@@ -115,22 +114,22 @@ class ShardWriter:
             for job in jobs:
                 yield partial(done.after, job)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ completion
 
     def finish(self) -> None:
-        """Wait until all is written, and make it durable."""
+        """Wait until everything is written, and make it durable."""
         IOThreadPool.finish(self._guarded)
         for file in self._opened.values():
             file.sync()
 
     def close(self) -> None:
-        """Give everything back, finished or not. Idempotent."""
+        """Release files, memory and guards, finished or not. Idempotent."""
         self._stack.close()
 
     # ------------------------------------------------------------------ pieces
 
     def _mine(self, content: BlockContent) -> Iterator[tuple[int, int, int]]:
-        """Of each part that this rank writes its number, its first and its last element in the tensor."""
+        """The parts that this rank writes: index of the part, first and last element in the tensor."""
         for number, part in enumerate(content.parts):
             mine, begin = part.owner.spans[self._rank], first_element(part.owner)
             first, last = max(part.start, begin + mine.start), min(part.stop, begin + mine.stop)
@@ -142,7 +141,7 @@ class ShardWriter:
         most = PIECE_BYTES if block.home is Home.RAM else thread_pool.room_bytes
         for number, first, last in self._mine(content):
             part = content.parts[number]
-            in_block = (part.at - part.start) * width  # what is to be added to a place in the tensor
+            in_block = (part.at - part.start) * width  # block offset minus tensor offset
             for start, stop in cut(first * width, last * width, most):
 
                 def peek(room: memoryview, start: int = start + in_block, stop: int = stop + in_block) -> memoryview:
@@ -170,7 +169,7 @@ class ShardWriter:
 
 
 class _Countdown:
-    """Calls `last` after the last of several jobs."""
+    """Calls `last` after the last of several jobs is done."""
 
     def __init__(self, count: int, last: Callable[[], None]) -> None:
         self._count = count
@@ -187,7 +186,7 @@ class _Countdown:
 
 
 def cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes `start` to `stop` of a tensor where a checksum ends, and so that a piece has at most `most`."""
+    """Cut bytes `start` to `stop` of a tensor at checksum boundaries, into at most `most` bytes each."""
     while start < stop:
         end = min(stop, start + most, (start // PIECE_BYTES + 1) * PIECE_BYTES)
         yield start, end

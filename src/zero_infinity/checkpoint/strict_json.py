@@ -1,4 +1,4 @@
-"""JSON from files that may have been written by anybody: one meaning or an error that names the file."""
+"""Strict JSON from untrusted files: duplicate names, NaN and wrong types are errors that name file and field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAME = 4096  # characters; a module path of a hundred levels has a tenth of
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The whole of a file that should be small."""
+    """The content of a file that should be small."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -24,12 +24,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
     except OSError as error:
         raise StorageError(error.errno, f"{path} cannot be read: {error.strerror}", str(path)) from None
     if len(data) > limit:
-        raise CheckpointError(f"{path} is larger than {format_bytes(limit)}, which no such file is")
+        raise CheckpointError(f"{path} is larger than {format_bytes(limit)}, the limit for such a file")
     return data
 
 
 def parse(data: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object without duplicate names, numbers that are none, or nesting without end."""
+    """Parse a JSON object; duplicate names, NaN and infinities, and excessive nesting are errors."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -40,7 +40,7 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 class JsonFields:
-    """The fields of a JSON object, each of which has to be there and of its type."""
+    """The fields of a JSON object. Each accessor raises if the field is missing or has another type."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -60,7 +60,7 @@ class JsonFields:
     def texts(self, name: str) -> tuple[str, ...]:
         items = self._of_type(name, list)
         if not all(isinstance(item, str) for item in items):
-            raise CheckpointError(f"{self.where} is damaged: {name!r} has something else than texts")
+            raise CheckpointError(f"{self.where} is damaged: {name!r} has items that are not strings")
         return tuple(items)
 
     def table(self, name: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class JsonFields:
 
 def as_count(value: object, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise CheckpointError(f"{where}: {_shown(value)} is no number of bytes or elements")
+        raise CheckpointError(f"{where}: {_shown(value)} is not a valid number of bytes or elements")
     return value
 
 
@@ -86,7 +86,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ValueError(f"the name {_shown(name)} is there twice")
+            raise ValueError(f"the name {_shown(name)} appears twice")
         if len(name) > _MAX_NAME:
             raise ValueError(f"a name of {len(name):,} characters, {_shown(name)}")
         result[name] = value
@@ -94,7 +94,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint belongs to which of a model; everything that does not fit is told at once."""
+"""Matches tensors of a checkpoint with those of a model, and reports all mismatches at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
+from zero_infinity.checkpoint.dtype_conversion import as_real
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
 from zero_infinity.checkpoint.model_contents import Key, ModelContents, state_key
-from zero_infinity.checkpoint.open_checkpoint import OpenCheckpoint
-from zero_infinity.checkpoint.plain_tensors import as_real
-from zero_infinity.checkpoint.stored_tensor import StoredTensor
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
 from zero_infinity.errors import CheckpointError
 
 _SHOWN = 12  # names of each kind
@@ -19,7 +18,7 @@ _SHOWN = 12  # names of each kind
 
 @dataclass(slots=True)
 class MatchProblems:
-    """What does not fit, by kind."""
+    """Mismatches, by kind."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
 
@@ -47,7 +46,7 @@ class TensorMatch:
 def match(
     contents: ModelContents, checkpoint: OpenCheckpoint, optimizer: Optimizer | None, *, strict: bool
 ) -> tuple[TensorMatch, MatchProblems]:
-    """Find the source of each tensor. `optimizer`: None when only values are wanted."""
+    """Find the source of each tensor. `optimizer`: None to match values only."""
     result, problems = TensorMatch(), MatchProblems()
     used = _match_values(contents, checkpoint, result, problems, strict=strict)
     if strict:
@@ -56,9 +55,9 @@ def match(
     if optimizer is None:
         return result, problems
     if entry is None:
-        problems.add("the optimizer", ["was not saved; zi.load(path, model) loads values alone"])
+        problems.add("the optimizer", ["was not saved; zi.load(path, model) loads only the values"])
     elif entry.kind != type(optimizer).__name__:
-        problems.add("the optimizer", [f"was {entry.kind}, and is {type(optimizer).__name__}"])
+        problems.add("the optimizer", [f"was {entry.kind} and now is {type(optimizer).__name__}"])
     else:
         _match_optimizer(contents, checkpoint, entry, optimizer, result, problems)
     return result, problems
@@ -76,13 +75,13 @@ def _match_values(
             problems.add("only in the model", [name] if strict else [])
             continue
         if len(saved) > 1:
-            problems.add("tied in the model, apart in the checkpoint", [" = ".join(sorted(saved))])
+            problems.add("tied in the model, separate in the checkpoint", [" = ".join(sorted(saved))])
             continue
         source = checkpoint.tensors[MODEL, saved.pop()]
         known = contents.managed.get(name)
         shape = tuple(known.shape if known is not None else as_real(contents.plain[name]).shape)
         if source.true_shape != shape:
-            problems.add("other shapes", [f"{name} {list(source.true_shape)}, in the model {list(shape)}"])
+            problems.add("different shapes", [f"{name} {list(source.true_shape)}, in the model {list(shape)}"])
         result.sources[MODEL, name] = source
     return used
 
@@ -99,29 +98,32 @@ def _match_optimizer(
     saved = [[own_name(contents, checkpoint, name) for name in group.parameters] for group in entry.groups]
     if [sorted(map(str, group)) for group in saved] != [sorted(group) for group in groups]:
         sizes = [[len(group) for group in all_groups] for all_groups in (saved, groups)]
-        problems.add("the optimizer", [f"had groups of {sizes[0]} parameters, and has {sizes[1]}, or others in them"])
+        problems.add(
+            "the optimizer",
+            [f"had groups of {sizes[0]} parameters and now has {sizes[1]}, or different parameters in them"],
+        )
         return
     for saved_name, state in entry.states.items():
         name = own_name(contents, checkpoint, saved_name)
         if name is None:
-            problems.add("states of parameters that are not in the model", [saved_name])
+            problems.add("states of parameters not in the model", [saved_name])
             continue
         known = contents.managed.get(name)
         if known is not None:
             wanted = contents.records[known.parts[0].unit].state_names.get(known.parts[0], ())
             if sorted(wanted) != sorted(state.slots):
-                problems.add("other states", [f"{name} {list(state.slots)}, in the optimizer {list(wanted)}"])
+                problems.add("different states", [f"{name} {list(state.slots)}, in the optimizer {list(wanted)}"])
         for slot in state.slots:
             source = checkpoint.tensors.get((OPTIMIZER, state_key(slot, saved_name)))
             if source is None or (known is not None and source.true_shape != tuple(known.shape)):
-                problems.add("states that are missing, or have other shapes", [f"{slot} of {name}"])
+                problems.add("states that are missing or have different shapes", [f"{slot} of {name}"])
             else:
                 result.sources[OPTIMIZER, state_key(slot, name)] = source
         result.states[name] = state
 
 
 def own_name(contents: ModelContents, checkpoint: OpenCheckpoint, saved: str) -> str | None:
-    """The model's first name of a parameter that was first saved as `saved`."""
+    """The model's first name of the parameter that was saved as `saved`."""
     first_names = {names[0] for names in contents.names.values()}
     for name in checkpoint.names_of(saved):
         first = contents.tied.get(name, name)

@@ -1,7 +1,7 @@
-"""How the ranks of a model agree while they save or load: each goes on only when all got as far.
+"""Keeps ranks in step while they save or load: each continues only when all have completed a phase.
 
-By the wire of the thread that computes, whose broken connections tell of a lost rank at once; what went wrong on a rank
-goes by the ranks' common store.
+Uses the channel of the calling thread, whose broken connections report a lost rank at once. Error texts are exchanged
+through the ranks' key-value store.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NUMBER = -30  # of the topic
 
 
 class Agreement:
-    """The ranks of one model for the time of one call; one rank alone agrees with itself."""
+    """The ranks of one model during one call. With a single rank nothing is exchanged."""
 
     def __init__(self, call: str, ranks: RankGroup | None, channel: Channel | None) -> None:
-        # The same on every rank, as all of them call the same functions in the same order.
+        # The same on every rank, because all call the same functions in the same order.
         self._name = f"{call} #{next(ranks.call_numbers)}" if ranks is not None else call
         self._ranks = ranks
         self._channel = channel
@@ -30,7 +30,7 @@ class Agreement:
 
     @contextmanager
     def agreed(self, phase: str) -> Iterator[None]:
-        """Go on after `phase` only when it went well on every rank."""
+        """Continue after `phase` only if it succeeded on every rank; else raise on every rank."""
         try:
             yield
         except Exception as error:
@@ -41,7 +41,7 @@ class Agreement:
     def _settle(self, phase: str, error: Exception | None) -> None:
         if self._ranks is None:
             return
-        if self._channel is None:  # of a model that is being built
+        if self._channel is None:  # the model is still being built
             self._ranks.all_well(f"{self._name} ({phase})", error)
             return
         said = self._channel.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({phase})"), [error is not None])
@@ -49,7 +49,7 @@ class Agreement:
             self._ranks.all_well(f"{self._name} ({phase})", error)
 
     def same(self, what: str, text: str, fix: str) -> None:
-        """Raise when ranks differ in `text`."""
+        """Raise if ranks differ in `text`."""
         if self._channel is None:
             return
         said = self._channel.agree(Topic("checkpoint", _NUMBER, f"{self._name} ({what})"), [crc32(text.encode())])
@@ -58,5 +58,5 @@ class Agreement:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}\n  fix:   {fix}")
 
     def of_first(self, what: str, text: str) -> str:
-        """What the first rank says of `what`."""
+        """The `text` of rank 0."""
         return self._ranks.tell(f"{self._name}: {what}", text)[0] if self._ranks is not None else text

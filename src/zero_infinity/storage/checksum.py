@@ -6,7 +6,23 @@ the fallback.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 try:
     from isal.isal_zlib import crc32 as crc32
+    from isal.isal_zlib import crc32_combine as crc32_combine
 except ImportError:
     from zlib import crc32 as crc32
+
+    def crc32_combine(first: int, second: int, second_bytes: int, /) -> int:
+        """The CRC of two strings one after the other. A CRC is linear, so zeros shift `first` as `second` would."""
+        zeros = bytes(second_bytes)
+        return crc32(zeros, first) ^ crc32(zeros) ^ second
+
+
+def combine_all(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC of strings one after the other, each given as its CRC and its number of bytes."""
+    total = 0
+    for crc, num_bytes in parts:
+        total = crc32_combine(total, crc, num_bytes)
+    return total

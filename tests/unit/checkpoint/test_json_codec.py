@@ -113,9 +113,9 @@ def test_nesting_without_end() -> None:
     value: Any = []
     for _ in range(5000):
         value = [value]
-    with pytest.raises(zi.CheckpointError, match="nested without end"):
+    with pytest.raises(zi.CheckpointError, match="nested too deeply"):
         json_codec.decode(value, "it")
-    with pytest.raises(zi.CheckpointError, match="nested without end"):
+    with pytest.raises(zi.CheckpointError, match="nested too deeply"):
         json_codec.decode({"$": "tuple", "items": value}, "it")
 
 

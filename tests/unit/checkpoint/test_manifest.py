@@ -72,7 +72,7 @@ def test_round_trip(tmp_path: Path) -> None:
     "name", ["../x", "/etc/passwd", "x", "a/b.safetensors", "", ".", "model-1-of-1.safetensors", "N" * 9999]
 )
 def test_odd_names_of_files(name: str, tmp_path: Path) -> None:
-    with pytest.raises(zi.CheckpointError, match="is no name of a file of a checkpoint|characters"):
+    with pytest.raises(zi.CheckpointError, match="is not the name of a checkpoint file|characters"):
         read(tmp_path, changed(("files", name), {"bytes": 1, "crc32": 1}))
     with pytest.raises(zi.CheckpointError, match="is damaged"):
         read(tmp_path, changed(("tensors", "model", "a.weight", "file"), name))
@@ -81,25 +81,25 @@ def test_odd_names_of_files(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
-        (("version",), 2, "has version 2 of the format; this is version 1"),
+        (("version",), 2, "has version 2 of the format; this library reads version 1"),
         (("version",), None, "has version None"),
         (("version",), True, "has version True"),
         (("format",), "other", "is not the manifest of a zero_infinity checkpoint"),
-        (("step",), -1, "no number"),
+        (("step",), -1, "not a valid number"),
         (("step",), "7", "'step' is '7', not int"),
-        (("step",), 10**40, "no number"),
+        (("step",), 10**40, "not a valid number"),
         (("piece_bytes",), 7, "pieces of 7 bytes"),
         (("tensors",), [], "'tensors' is"),
         (("tensors", "model", "a.weight", "shape"), [2**61, 2], "damaged"),
         (("tensors", "model", "a.weight", "dtype"), "F33", "F33"),
-        (("tensors", "model", "a.weight", "order"), [0, 0], "is no order"),
+        (("tensors", "model", "a.weight", "order"), [0, 0], "is not an order"),
         (("tensors", "model", "a.weight", "crc32"), [1, 2], "2 checksums for 1 pieces"),
         (("tied", "c"), "nobody", "is tied to"),
         (("tied", "a.weight"), "a.weight", "is tied to"),
         (("optimizer", "groups"), {}, "'groups'"),
         (("optimizer", "groups", 0, "settings", "params"), ["a.weight"], "its settings have 'params'"),
-        (("optimizer", "states", "a.weight", "scalars"), {"$": "code"}, "is no kind of value"),
-        (("optimizer", "groups", 0, "parameters"), [1], "something else than texts"),
+        (("optimizer", "states", "a.weight", "scalars"), {"$": "code"}, "is not a known type"),
+        (("optimizer", "groups", 0, "parameters"), [1], "items that are not strings"),
     ],
 )
 def test_fields_that_cannot_be(path: tuple[Any, ...], value: Any, problem: str, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""safetensors files, as a format: where in a file each tensor's bytes are. Reads and writes headers, not tensors.
+"""Headers of safetensors files: where each tensor's bytes are. Reads and writes headers, no tensors.
 
-A file is 8 bytes (the length of the header, little endian), the header (JSON: name -> dtype, shape, begin and end of
-its bytes) and the bytes, without holes. The safetensors package writes whole tensors from memory only; here pieces of
-tensors are written by several processes into files whose header was written first. It reads what is written here.
+A file is 8 bytes (length of the header, little endian), the header (JSON: name -> dtype, shape, start and end offset)
+and the tensors' bytes without gaps. The safetensors package can only write whole tensors from memory. Here several
+processes write pieces of tensors into files whose header was written first. The package reads these files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
 
 
 def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, HeaderEntry]]:
-    """The beginning of a file with these tensors (dtype and shape) one after the other, and where each will be."""
+    """The header of a file with these tensors (dtype and shape) in this order, and where each will be."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     position = 0
     places = {}
@@ -73,7 +73,7 @@ def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, di
         places[name] = (position, end)
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Tensors then begin at a page.
+    # Padding, so that tensors start at a page.
     text += b" " * (-(len(text) + 8) % _PAGE)
     begin = len(text) + 8
     entries = {
@@ -84,7 +84,7 @@ def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, di
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, HeaderEntry]]:
-    """The beginning of a file and its tensors, every number checked against the others and the file's size."""
+    """A file's header as bytes, and its tensors; all numbers are checked against each other and the file's size."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -92,7 +92,7 @@ def read_header(path: Path) -> tuple[bytes, dict[str, HeaderEntry]]:
             length = int.from_bytes(first, "little")
             if len(first) < 8 or length > min(_MAX_HEADER, size - 8):
                 raise CheckpointError(
-                    f"{path} is damaged: its header would take {length:,} bytes, the file has {size:,}"
+                    f"{path} is damaged: its header would take {length:,} bytes, but the file has {size:,}"
                 )
             text = file.read(length)
     except FileNotFoundError:
@@ -110,9 +110,9 @@ def _entry(name: str, value: object, path: Path, begin: int) -> HeaderEntry:
     fields = JsonFields(value, f"{path}: tensor {name[:200]!r}")
     dtype, shape, offsets = fields.text("dtype"), fields.counts("shape"), fields.counts("data_offsets")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{fields.where} has dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
+        raise CheckpointError(f"{fields.where} has dtype {dtype[:40]!r}; supported are {', '.join(DTYPES)}")
     if len(offsets) != 2 or len(shape) > 64 or offsets[1] - offsets[0] != num_bytes_of(dtype, shape):
-        raise CheckpointError(f"{fields.where} is damaged: {dtype} {list(shape)} cannot be bytes {list(offsets)}")
+        raise CheckpointError(f"{fields.where} is damaged: {dtype} {list(shape)} does not fit bytes {list(offsets)}")
     return HeaderEntry(dtype, shape, begin + offsets[0], begin + offsets[1])
 
 
@@ -121,7 +121,7 @@ def _check_places(entries: Mapping[str, HeaderEntry], path: Path, begin: int, si
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != position:
             raise CheckpointError(
-                f"{path} is damaged: tensor {name[:200]!r} begins at byte {entry.start:,}, the one before ends at "
+                f"{path} is damaged: tensor {name[:200]!r} starts at byte {entry.start:,}, but the one before ends at "
                 f"{position:,}"
             )
         position = entry.stop

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import zero_infinity as zi
-from zero_infinity.checkpoint.directory import CheckpointDraft, find, has_checkpoint
+from zero_infinity.checkpoint.atomic_save import CheckpointDraft
+from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
 
 
 def publish(directory: Path, step: int, keep: int | None = None) -> Path:

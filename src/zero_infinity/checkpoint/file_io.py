@@ -1,21 +1,22 @@
-"""Reads and writes byte ranges of checkpoint files, past the page cache.
+"""Reads and writes byte ranges of checkpoint files without filling the page cache; errors name the file.
 
-Large ranges go by direct I/O, which takes half the CPU (measured: dev/LOG.md): reads in whole pages around what is
-wanted, writes where file and memory begin at a page. Whatever else is written gives its pages back as soon as they are
-on the drive, which keeps a control group's memory free of them.
+Large ranges use direct I/O, which takes half the CPU (measured: dev/LOG.md). Reads are widened to whole pages; writes
+need file offset and memory address to be congruent modulo the page size. Buffered writes drop their pages as soon as
+they are on the drive, so that they do not count against a cgroup's memory limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from zero_infinity.checkpoint.directory import storage_errors
-from zero_infinity.errors import CheckpointError
+from zero_infinity.errors import CheckpointError, StorageError, TransferError
 from zero_infinity.policy.sizes import ALIGNMENT, round_up
 from zero_infinity.storage.pages import address_of, move_bytes
 from zero_infinity.storage.swap_file import fallocate
@@ -23,11 +24,11 @@ from zero_infinity.storage.swap_file import fallocate
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _TO_DRIVE = 1 | 2 | 4  # write the dirty pages of a range, and wait for them
-_LARGE = 1 << 18  # pages of smaller ranges may stay until the end: they would be written once for each neighbour
+_LARGE = 1 << 18  # bytes; pages of smaller ranges stay cached, else a page would be written once for each neighbour
 
 
 class OpenFile:
-    """One file, for any thread."""
+    """One open file, usable from any thread."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path = path
@@ -48,18 +49,21 @@ class OpenFile:
             os.close(self._direct)
 
     def read(self, start: int, num_bytes: int, room: memoryview) -> memoryview:
-        """Bytes from `start` on, somewhere in `room`, which begins at a page and has two pages more than they take."""
+        """Read into `room`, and return the part of it that has the bytes.
+
+        `room` is aligned to a page and two pages larger than `num_bytes`.
+        """
         first, last = start // ALIGNMENT * ALIGNMENT, round_up(start + num_bytes)
         if self._direct is not None and num_bytes >= _LARGE and last - first <= len(room) and not start % 8:
             with storage_errors(self.path, f"read {num_bytes:,} bytes at {start:,} of"):
-                # The last page of the file is not whole; whatever else is short is read again below, and told of.
+                # The file's last page may be incomplete. Any other short read is repeated below, which reports it.
                 if os.preadv(self._direct, [room[: last - first]], first) >= start + num_bytes - first:
                     return room[start - first : start - first + num_bytes]
         self._read_buffered(start, room[:num_bytes])
         return room[:num_bytes]
 
     def read_into(self, start: int, memory: memoryview) -> bool:
-        """Read bytes from `start` on straight into their place; False, and nothing of use, where that cannot be."""
+        """Read straight into `memory` by direct I/O; False if that is not possible (`memory` is then undefined)."""
         if self._direct is None or len(memory) < _LARGE or (start | len(memory) | address_of(memory)) % ALIGNMENT:
             return False
         with storage_errors(self.path, f"read {len(memory):,} bytes at {start:,} of"):
@@ -78,9 +82,9 @@ class OpenFile:
             os.posix_fadvise(self._descriptor, start, len(memory), os.POSIX_FADV_DONTNEED)
 
     def write(self, start: int, memory: memoryview) -> None:
-        """Write `memory` at `start`; it is not durable before `sync`."""
+        """Write `memory` at `start`. Durable only after `sync`."""
         with storage_errors(self.path, f"write {len(memory):,} bytes at {start:,} of"):
-            # Whole pages go past the page cache, if they are whole pages in memory, too (`congruent`).
+            # Whole pages use direct I/O if they are also aligned in memory (see `congruent`).
             head = -start % ALIGNMENT
             tail = head
             if self._direct is not None and len(memory) >= _LARGE and not (start - address_of(memory)) % ALIGNMENT:
@@ -103,7 +107,7 @@ class OpenFile:
 
 
 def _open_direct(path: Path, flags: int) -> int | None:
-    """For direct I/O; None where the file system has none."""
+    """A descriptor for direct I/O; None if the file system does not support it."""
     try:
         return os.open(path, flags | os.O_DIRECT)
     except OSError as error:
@@ -113,9 +117,9 @@ def _open_direct(path: Path, flags: int) -> int | None:
 
 
 def congruent(memory: memoryview, start: int, room: memoryview) -> memoryview:
-    """The same bytes at an address from which `OpenFile.write` can write them at `start` by direct I/O, if that pays.
+    """Move bytes within `room` (aligned to a page) so that `OpenFile.write` can write them at `start` by direct I/O.
 
-    They are moved into `room`, which begins at a page, when it has a page more than they take.
+    Returned as they are if they are small, already congruent, or do not fit.
     """
     shift = start % ALIGNMENT
     if len(memory) < _LARGE or address_of(memory) % ALIGNMENT == shift or shift + len(memory) > len(room):
@@ -126,18 +130,43 @@ def congruent(memory: memoryview, start: int, room: memoryview) -> memoryview:
 
 
 def create(path: Path, beginning: bytes, num_bytes: int) -> None:
-    """A new file that begins so, with room for `num_bytes` in all."""
+    """Create a file with this content at its beginning, and reserve `num_bytes` in all."""
     with storage_errors(path, "write"), path.open("xb") as file:
         file.write(beginning)
         file.flush()
-        # A full drive is an error now, before anything else is written; where nothing can be reserved, a write is.
+        # A full drive fails now, before anything is written. Without fallocate a later write fails.
         if not fallocate(file.fileno(), 0, max(1, num_bytes)):
             file.truncate(num_bytes)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A small file, durable."""
+    """Create a small file, durably."""
     with storage_errors(path, "write"), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, action: str) -> Iterator[None]:
+    """Turn an OSError inside into a `TransferError` that says which action failed, and where."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "\n  fix:   free some space there, or save to a larger drive" if is_full else ""
+        where = error.filename or path
+        raise TransferError(
+            error.errno, f"cannot {action} {path}: {error.strerror} ({where}){fix}", str(path)
+        ) from error

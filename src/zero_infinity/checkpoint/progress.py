@@ -1,4 +1,4 @@
-"""How far saving or loading has come, for whoever wants to show it."""
+"""Reports the progress of a save or load to a callback of the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Progress = Callable[[int, int], None]  # bytes moved so far by this rank, and by
 
 
 class ProgressMeter:
-    """Counts bytes over several threads; calls `progress` after each piece, on one thread at a time."""
+    """Counts bytes moved by several threads. Calls `progress` after each piece, one call at a time."""
 
     def __init__(self, progress: Progress | None, total: int = 0) -> None:
         self._progress = progress

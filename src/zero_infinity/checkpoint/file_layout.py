@@ -1,25 +1,24 @@
-"""Which tensor goes where in which file of a checkpoint: the same on every rank, by names, shapes and dtypes."""
+"""Which tensor goes where in which file. Computed from names, shapes and dtypes alone: the same on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_infinity.checkpoint.crc_combine import combine_all
 from zero_infinity.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry, num_pieces
 from zero_infinity.checkpoint.model_contents import Key
-from zero_infinity.checkpoint.tensor_file import compose, num_bytes_of
+from zero_infinity.checkpoint.safetensors_header import compose, num_bytes_of
 from zero_infinity.errors import CheckpointError
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.checksum import combine_all, crc32
 
-# As Hugging Face cuts models: small enough to copy and to resume a download, large enough to be few.
+# As Hugging Face shards models: small enough to copy and to resume a download, large enough to be few.
 SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What a tensor looks like in a file."""
+    """Dtype, shape and dimension order of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +31,7 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """Where a tensor's bytes begin."""
+    """Where in which file a tensor's bytes start."""
 
     file: str
     start: int
@@ -41,7 +40,7 @@ class FilePlace:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """Bytes of a tensor that a rank has written, from `start` on."""
+    """Bytes of a tensor that a rank has written, starting at `start`."""
 
     key: Key
     start: int
@@ -51,7 +50,7 @@ class WrittenPart:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A file of tensors: how it begins, and how long it will be."""
+    """A safetensors file: its header and its final size."""
 
     beginning: bytes
     num_bytes: int
@@ -64,7 +63,7 @@ class FilePlan:
 def plan_files(
     kinds: Mapping[Key, TensorKind], shard_bytes: int = SHARD_BYTES
 ) -> tuple[dict[str, FilePlan], dict[Key, FilePlace]]:
-    """Put tensors into files."""
+    """Assign tensors to files of at most `shard_bytes` (or one tensor)."""
     files: dict[str, FilePlan] = {}
     places: dict[Key, FilePlace] = {}
     for section in dict.fromkeys(section for section, _ in kinds):
@@ -81,7 +80,7 @@ def plan_files(
 def _shards(kinds: Mapping[str, TensorKind], shard_bytes: int) -> list[dict[str, TensorKind]]:
     shards: list[dict[str, TensorKind]] = [{}]
     size = 0
-    # First those that are whole pages, so that as many as can be begin at a page: these go by direct I/O.
+    # Tensors of whole pages come first, so that as many as possible are page-aligned, for direct I/O.
     for name, kind in sorted(kinds.items(), key=lambda item: _rank(item[1])):
         if shards[-1] and size + kind.num_bytes > shard_bytes:
             shards.append({})
@@ -92,13 +91,13 @@ def _shards(kinds: Mapping[str, TensorKind], shard_bytes: int) -> list[dict[str,
 
 
 def _rank(kind: TensorKind) -> tuple[bool, int]:
-    """Whole pages in the order in which they come, then the others, large ones first."""
+    """Sort key: whole pages in their given order, then the others, large ones first."""
     is_broken = kind.num_bytes % ALIGNMENT != 0
     return is_broken, -kind.num_bytes if is_broken else 0
 
 
 def entries_of(places: Mapping[Key, FilePlace], written: Sequence[WrittenPart]) -> dict[Key, TensorEntry]:
-    """Tensors with the checksums of their pieces, from what all ranks have written."""
+    """Manifest entries, with checksums per piece combined from what all ranks have written."""
     by_key: dict[Key, list[WrittenPart]] = {key: [] for key in places}
     for part in written:
         by_key[part.key].append(part)
@@ -115,7 +114,7 @@ def _piece_checksums(key: Key, num_bytes: int, parts: Sequence[WrittenPart]) -> 
     position = 0
     for part in parts:
         if part.start != position:
-            raise CheckpointError(f"{key[1]!r}: byte {position:,} was written by no rank, or by two")
+            raise CheckpointError(f"{key[1]!r}: byte {position:,} was written by no rank or by two")
         pieces[position // PIECE_BYTES].append((part.crc32, part.num_bytes))
         position += part.num_bytes
     if position != num_bytes:

@@ -20,7 +20,7 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint.file_io import OpenFile
 
 STEPS = 2
 
@@ -263,7 +263,7 @@ def test_a_model_that_is_dropped_is_written_all_the_same(tmp_path: Path) -> None
 def test_the_process_ends_after_it(tmp_path: Path) -> None:
     script = f"""
 import time, torch, zero_infinity as zi
-from zero_infinity.checkpoint.piece_io import OpenFile
+from zero_infinity.checkpoint.file_io import OpenFile
 write = OpenFile.write
 def slow(self, start, memory):
     time.sleep(0.01)

@@ -1,0 +1,96 @@
+"""Converts tensors between a model's blocks and the bytes of files: dtypes, memory order and complex numbers.
+
+On load, elements are converted to the dtype of the block they are copied into (`copies_into_block`). On export, to the
+dtype that the user asks for (`to_file_bytes`). A save converts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero_infinity.checkpoint.model_contents import TensorPart, order_of
+from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
+from zero_infinity.checkpoint.verified_tensors import StoredTensor
+from zero_infinity.errors import UsageError
+
+TensorSource = StoredTensor | torch.Tensor  # in a file, or in memory
+BlockCopy = Callable[[memoryview, memoryview], None]  # into the bytes of a block, using a staging buffer
+
+# ---------------------------------------------------------------------- tensors in memory
+
+
+def as_real(value: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is stored in a file: complex numbers are pairs."""
+    value = value.detach()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def bytes_of(value: torch.Tensor) -> Any:
+    """The bytes of a tensor in row-major order, as an array."""
+    return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def dtype_name(value: torch.Tensor, name: str) -> str:
+    """The name in files of the tensor's dtype; raises if it cannot be saved."""
+    if value.layout is not torch.strided or value.dtype not in NAMES:
+        raise UsageError(
+            f"{name!r} is a {value.dtype} tensor ({value.layout}), which cannot be saved\n"
+            f"  fix:   a dense tensor of one of {', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
+        )
+    return NAMES[value.dtype]
+
+
+def to_file_bytes(value: torch.Tensor, dtype: str) -> memoryview:
+    """The bytes of a tensor after conversion to a dtype, given by its name in files."""
+    return memoryview(bytes_of(value.to(DTYPES[dtype])))
+
+
+# ---------------------------------------------------------------------- from files into blocks
+
+
+def copies_into_block(part: TensorPart, dtype: torch.dtype, source: TensorSource) -> Iterator[BlockCopy]:
+    """Copies that together fill a part of a block whose elements are of `dtype`."""
+    if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
+        for number in source.pieces(part.start, part.stop):
+            yield partial(_copy_piece, source, number, part, dtype)
+    else:
+        yield partial(_copy_whole, source, part, dtype)
+
+
+def _copy_piece(
+    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
+) -> None:
+    """Copy the elements of a part that are in one piece."""
+    whole = source.elements(number)
+    if source.dtype == dtype and part.start <= whole.start and whole.stop <= part.stop:
+        # No tensors here: each torch operation releases the GIL, and twelve threads would queue for it.
+        before = part.at - part.start
+        place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
+        if source.read_into(number, place):
+            return
+    target = _elements(part, dtype, block)
+
+    def copy(elements: torch.Tensor, first: int) -> None:
+        start, stop = max(first, part.start), min(first + len(elements), part.stop)
+        if start < stop:
+            target[start - part.start : stop - part.start].copy_(elements[start - first : stop - first])
+
+    source.read_piece(number, room, copy)
+
+
+def _copy_whole(
+    source: TensorSource, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
+) -> None:
+    whole = source.whole(room) if isinstance(source, StoredTensor) else source
+    owner = part.owner.whole or part.owner
+    with torch.no_grad():
+        _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
+
+
+def _elements(part: TensorPart, dtype: torch.dtype, block: memoryview) -> torch.Tensor:
+    """The elements of a part within its block."""
+    return torch.frombuffer(block, dtype=dtype)[part.at : part.at + part.stop - part.start]
