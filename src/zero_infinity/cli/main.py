@@ -22,7 +22,7 @@ from zero_infinity.errors import ConfigError, ZeroInfinityError
 
 # Command (which is also its module) -> the line that --help shows.
 COMMANDS = {
-    "bench": "measure what this machine's drives can do",
+    "bench": "measure this machine: its drives, or a hardware profile",
     "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
     "export": "the weights of a checkpoint as a Hugging Face folder",
     "paper": "the ZeRO papers' tables and figures, ours beside theirs",
