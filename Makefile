@@ -35,7 +35,7 @@ lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (5 to 8 minutes; results in bench-out)
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
 	$(BIN)/zero-infinity bench io "$$directory" && \
-	$(BIN)/python -m benchmarks step --nvme "$$directory" --out bench-out
+	$(BIN)/python -m benchmarks train --nvme "$$directory" --out bench-out
 
 bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (16 to 30 minutes; needs g++ and libaio's headers)
 	@echo '#include <libaio.h>' | g++ -x c++ -fsyntax-only - || \

@@ -16,7 +16,7 @@ from zero_infinity.errors import ZeroInfinityError
 
 # Name -> its module, and the line that --help shows.
 BENCHMARKS = {
-    "step": ("step.command", "a training step against plain PyTorch, at several memory budgets"),
+    "train": ("train.command", "a training step against plain PyTorch, at several memory budgets"),
     "peers": ("peers.command", "a training step against DeepSpeed, FSDP2 and memory-mapped files"),
     "capacity": ("capacity", "the largest model that trains within a real memory limit"),
     "growth": ("growth.command", "how time, memory and traffic grow with the model"),
@@ -34,7 +34,7 @@ BENCHMARKS = {
 
 EPILOG = """\
 examples:
-  python -m benchmarks step --nvme /mnt/nvme --out bench-out
+  python -m benchmarks train --nvme /mnt/nvme --out bench-out
   python -m benchmarks capacity --help
 
 Run it in the root of the repository, in an environment with the `dev` extra.

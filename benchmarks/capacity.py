@@ -55,7 +55,7 @@ _PEERS = ("fsdp2", "mapped", "ds-cpu", "ds-nvme", "ds-params")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train: a setting of the benchmark `step`'s worker, or a peer's script."""
+    """One way to train: a setting of the benchmark `train`'s worker, or a peer's script."""
 
     name: str
     setting: Setting | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.numbers.contest_tables import peers_quotients_table, peers_short_table, peers_table, step_table
+from benchmarks.numbers.contest_tables import peers_quotients_table, peers_short_table, peers_table, train_table
 from benchmarks.numbers.engine_tables import (
     ablations_table,
     capacity_sentence,
@@ -29,7 +29,7 @@ from benchmarks.numbers.engine_tables import (
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
-NAMES = ("step", "peers", "capacity", "growth", "ablations", "plan", "checkpoint", "update")
+NAMES = ("train", "peers", "capacity", "growth", "ablations", "plan", "checkpoint", "update")
 _EPILOG = """\
 examples:
   python -m benchmarks numbers --take bench-out
@@ -90,7 +90,7 @@ def _small(value: Any) -> Any:
 
 
 WRITERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "step": ("step", step_table),
+    "train": ("train", train_table),
     "peers": ("peers", peers_table),
     "peers-short": ("peers", peers_short_table),
     "peers-quotients": ("peers", peers_quotients_table),

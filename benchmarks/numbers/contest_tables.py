@@ -1,4 +1,4 @@
-"""Tables of the benchmarks `step` and `peers`."""
+"""Tables of the benchmarks `train` and `peers`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.numbers.cells import model, origin, size
 from benchmarks.tables import markdown_table
 
 
-def step_table(result: dict[str, Any]) -> str:
+def train_table(result: dict[str, Any]) -> str:
     rows = []
     plain = next((one["figures"]["seconds"] for one in result["contenders"] if one["figures"]), None)
     for one in result["contenders"]:
@@ -34,7 +34,7 @@ def step_table(result: dict[str, Any]) -> str:
     headings = ["", "budget", "s/step", "time against plain: median (p10-p90)", "of medians", "best/best", "CPU",
                 "exposed wait", "GB read / written", "peak RSS"]  # fmt: skip
     exact = "; ".join(result["differences"]) or "losses of all steps and final weights equal, bit for bit"
-    picture = "![time against plain PyTorch, by budget](results/step.svg)"
+    picture = "![time against plain PyTorch, by budget](results/train.svg)"
     return f"{origin(result)}; {model(result['race'])}; {exact}:\n\n{markdown_table(headings, rows)}\n\n{picture}"
 
 

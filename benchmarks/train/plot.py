@@ -1,10 +1,10 @@
-"""The chart of the benchmark `step`: step time against the memory budget."""
+"""The chart of the benchmark `train`: step time against the memory budget."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.step.report import Report
+from benchmarks.train.report import Report
 
 
 def draw(report: Report, stem: Path) -> list[Path]:

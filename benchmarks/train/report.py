@@ -1,4 +1,4 @@
-"""The results of the benchmark `step`: statistics of the samples, tables (terminal, plain, Markdown) and JSON.
+"""The results of the benchmark `train`: statistics of the samples, tables (terminal, plain, Markdown) and JSON.
 
 Machines vary from second to second, so times are compared within a round: each step against plain PyTorch's step of the
 same round. The result is the median of these ratios; the minimum is one lucky round. *Quiet* compares the medians of

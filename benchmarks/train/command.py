@@ -1,4 +1,4 @@
-"""The benchmark `step`: what offloading costs, relative to plain PyTorch with everything in memory.
+"""The benchmark `train`: what offloading costs, relative to plain PyTorch with everything in memory.
 
 Each contender is a process that lives for the whole run. Steps are interleaved and each round begins with another
 contender, so that other load on the machine affects all of them alike. All train the same model on the same data from
@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.provenance import provenance
-from benchmarks.step import plot
-from benchmarks.step.report import Report
+from benchmarks.train import plot
+from benchmarks.train.report import Report
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race, Setting
 from benchmarks.turns.options import add_race, add_turns, progress, race_of, swap_directory
@@ -30,9 +30,9 @@ _FITS_FRACTION = 2.0
 
 EPILOG = """\
 examples:
-  python -m benchmarks step --nvme /mnt/nvme
-  python -m benchmarks step --budgets plain,fits,2,1/8 --steps 20 --out bench-out
-  python -m benchmarks step --layers 2 --hidden 128 --steps 5 --json
+  python -m benchmarks train --nvme /mnt/nvme
+  python -m benchmarks train --budgets plain,fits,2,1/8 --steps 20 --out bench-out
+  python -m benchmarks train --layers 2 --hidden 128 --steps 5 --json
 
 A budget is "fits" (no NVMe, everything stays in RAM), a part of the states such as 1/8 (they live on NVMe, and this
 much of them in RAM), or "plain" (PyTorch once more: its ratio shows what is noise).
@@ -41,7 +41,7 @@ much of them in RAM), or "plain" (PyTorch once more: its ratio shows what is noi
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "step",
+        "train",
         help="time of a step against plain PyTorch, at several memory budgets",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,7 +114,7 @@ def _fraction(text: str) -> Fraction:
 
 def _write(report: Report, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    stem = directory / "step"
+    stem = directory / "train"
     stem.with_suffix(".json").write_text(report.to_json() + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(report.to_markdown(), encoding="utf-8")
     drawn = plot.draw(report, stem)

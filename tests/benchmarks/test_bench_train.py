@@ -1,4 +1,4 @@
-"""`python -m benchmarks step`, run for real on a tiny model, and its parts."""
+"""`python -m benchmarks train`, run for real on a tiny model, and its parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.__main__ import main
-from benchmarks.numbers.contest_tables import step_table
+from benchmarks.numbers.contest_tables import train_table
 from benchmarks.provenance import Provenance
-from benchmarks.step import command as step
-from benchmarks.step.report import Report
+from benchmarks.train import command as train
+from benchmarks.train.report import Report
 from benchmarks.turns import rounds
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import FinishReport, Race, Sample, Setting
@@ -79,10 +79,10 @@ def test_real_contenders_are_equal_and_an_impossible_budget_is_reported(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin for each other cost seconds on a busy machine
     (tmp_path / "swap").mkdir()
     places = ["--nvme", str(tmp_path / "swap"), "--out", str(tmp_path / "out")]
-    assert main(["step", *TINY, "--budgets", "fits,1/2,1/10000", *places, "--json"]) == 1
+    assert main(["train", *TINY, "--budgets", "fits,1/2,1/10000", *places, "--json"]) == 1
     output = capsys.readouterr()
     report = json.loads(output.out)
-    assert report == json.loads((tmp_path / "out" / "step.json").read_text())
+    assert report == json.loads((tmp_path / "out" / "train.json").read_text())
     assert report["differences"] == []
     plain, fits, half, impossible = report["contenders"]
     assert [c["name"] for c in report["contenders"]] == ["plain", "RAM, fits", "NVMe, 1/2", "NVMe, 1/10000"]
@@ -100,11 +100,11 @@ def test_real_contenders_are_equal_and_an_impossible_budget_is_reported(
     assert "memory" in impossible["error"] or "needs" in impossible["error"]
     assert impossible["samples"] == []
     assert "round 3/3" in output.err
-    text = (tmp_path / "out" / "step.md").read_text()
+    text = (tmp_path / "out" / "train.md").read_text()
     assert "| NVMe, 1/2 |" in text
     assert "Failed: NVMe, 1/10000: " in text
     assert os.listdir(tmp_path / "swap") == []
-    table = step_table(report)
+    table = train_table(report)
     assert "| NVMe, 1/2 | " in table
     assert "equal, bit for bit" in table
     assert "failed: " in table
@@ -187,7 +187,7 @@ def test_no_process_is_left_when_the_command_is_ended(number: int, code: int, tm
     script = (
         "import sys; from benchmarks import __main__; from benchmarks.turns import contender\n"
         f"contender.Contender.__init__.__kwdefaults__['command'] = (sys.executable, '-c', {PARENTED!r})\n"
-        "sys.exit(__main__.main(['step', '--steps', '100000', '--budgets', 'fits']))"
+        "sys.exit(__main__.main(['train', '--steps', '100000', '--budgets', 'fits']))"
     )
     command = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -264,7 +264,7 @@ def test_quiet_steps_are_those_that_others_did_not_disturb() -> None:
 
 def test_budgets_are_parts_of_the_states() -> None:
     states = 12 * Shape(1, 64, 1, 8).num_parameters
-    settings = step.make_settings("plain, fits,1/8,0.5", RACE, "/nvme")
+    settings = train.make_settings("plain, fits,1/8,0.5", RACE, "/nvme")
     assert settings == [
         Setting("plain"),
         Setting("plain again"),
@@ -282,5 +282,5 @@ def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None
         (["--nvme", "/missing"], "--nvme /missing is no directory"),
         (["--steps", "0"], "'0' is not an integer of at least 1"),
     ):
-        assert main(["step", *words]) == 2
+        assert main(["train", *words]) == 2
         assert message in capsys.readouterr().err
