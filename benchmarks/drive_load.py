@@ -32,18 +32,18 @@ def move(directory: str, bytes_per_second: float, write: bool, go: Event) -> Non
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory.write(os.urandom(REQUEST))
     with tempfile.NamedTemporaryFile(dir=directory) as file:
-        descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        for offset in range(0, FILE, REQUEST):
-            os.pwritev(descriptor, [memory], offset)
-        offset, due = 0, time.perf_counter()
-        while True:
-            if not go.is_set():
-                go.wait()
-                due = time.perf_counter()
-            (os.pwritev if write else os.preadv)(descriptor, [memory], offset % FILE)
-            offset += 17 * REQUEST
-            due += REQUEST / bytes_per_second
-            time.sleep(max(0.0, due - time.perf_counter()))
+        descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)  # outlives the name, which must not be left behind
+    for offset in range(0, FILE, REQUEST):
+        os.pwritev(descriptor, [memory], offset)
+    offset, due = 0, time.perf_counter()
+    while True:
+        if not go.is_set():
+            go.wait()
+            due = time.perf_counter()
+        (os.pwritev if write else os.preadv)(descriptor, [memory], offset % FILE)
+        offset += 17 * REQUEST
+        due += REQUEST / bytes_per_second
+        time.sleep(max(0.0, due - time.perf_counter()))
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
