@@ -46,9 +46,7 @@ class Row:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "checkpoint", help="saving and loading, beside what the drive can do", epilog=_EXAMPLE
-    )
+    parser = subparsers.add_parser("checkpoint", help="saving and loading against the drive alone", epilog=_EXAMPLE)
     add_arguments(parser, "checkpoint")
     parser.set_defaults(run=run)
 

@@ -57,9 +57,7 @@ class Round:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "update", help="the optimizer's step alone, beside what the drive can do", epilog=_EXAMPLE
-    )
+    parser = subparsers.add_parser("update", help="the optimizer's step against the drive alone", epilog=_EXAMPLE)
     add_arguments(parser, "update")
     parser.set_defaults(run=run)
 

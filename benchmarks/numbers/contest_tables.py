@@ -101,7 +101,7 @@ _PAIRS = (
 
 
 def peers_quotients_table(result: dict[str, Any]) -> str:
-    """This library beside DeepSpeed, of one heat: by the median steps, and by the fastest ones."""
+    """This library against DeepSpeed in the same heat, by median and by fastest steps."""
     rows = []
     for ours, theirs in _PAIRS:
         names: list[str] = []

@@ -46,7 +46,7 @@ examples:
   python -m benchmarks peers --nvme /mnt/nvme --out bench-out
   python -m benchmarks peers --only 1/8,mapped,fsdp2 --steps 5 --contests 6x1024:1x64
 
-DeepSpeed has to be installed beside this library, with a C++ compiler, ninja and libaio's headers: `make bench-peers`
+DeepSpeed has to be installed in the same environment, with a C++ compiler, ninja and libaio's headers: `make bench-peers`
 makes such an environment. Without it, its rows say so.
 """
 
@@ -115,7 +115,7 @@ class Subject:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "peers",
-        help="a step beside DeepSpeed, FSDP2 and mapped files",
+        help="a training step against DeepSpeed, FSDP2 and memory-mapped files",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -28,7 +28,7 @@ class Turns:
     """The conversation with the command. Made once, when everything is imported."""
 
     def __init__(self) -> None:
-        # From here on descriptor 1 is stderr, so that nobody's print is taken for an answer.
+        # From here on descriptor 1 is stderr, so that a print is not mistaken for an answer.
         self._answers = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 - for the life of the process
         os.dup2(2, 1)
         sys.excepthook = self._tell

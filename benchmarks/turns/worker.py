@@ -161,7 +161,7 @@ def _emulated_device(setting: Setting) -> EmulatedAccelerator | None:
 
 @contextlib.contextmanager
 def _protocol() -> Iterator[tuple[TextIO, TextIO]]:
-    """Commands and answers. From here on descriptor 1 is stderr, so that nobody's print is taken for an answer."""
+    """Commands and answers. From here on descriptor 1 is stderr, so that a print is not mistaken for an answer."""
     with open(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         yield sys.stdin, answers
