@@ -41,16 +41,16 @@ docs: $(STAMP) ## build the documentation into build/docs (no network; warnings 
 bench: $(STAMP) ## the drive's speed, and a step against plain PyTorch (5 to 8 minutes; results in bench-out)
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
 	$(BIN)/zero-infinity bench io "$$directory" && \
-	$(BIN)/zero-infinity bench train --nvme "$$directory" --out bench-out
+	$(BIN)/python -m benchmarks train --nvme "$$directory" --out bench-out
 
 bench-peers: $(PEERS_STAMP) ## a step beside DeepSpeed, FSDP2 and mapped files (16 to 30 minutes; needs g++ and libaio's headers)
 	@echo '#include <libaio.h>' | g++ -x c++ -fsyntax-only - || \
 	echo "no g++ or no libaio.h (Debian: apt-get install g++ libaio-dev): DeepSpeed's rows will be errors"
 	directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
-	$(PEERS)/bin/zero-infinity bench peers --nvme "$$directory" --out bench-out
+	$(PEERS)/bin/python -m benchmarks peers --nvme "$$directory" --out bench-out
 
 numbers: $(STAMP) ## keep what is in bench-out in docs/results, and write the tables of README.md and docs/numbers.md
-	$(BIN)/python dev/figures.py --take bench-out
+	$(BIN)/python -m benchmarks numbers --take bench-out
 	$(BIN)/python docs/draw_overview.py
 
 clean: ## remove .venv and everything that tools leave behind

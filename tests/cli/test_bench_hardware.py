@@ -9,7 +9,7 @@ from zero_infinity.cli import bench_hardware
 from zero_infinity.cli.main import main
 from zero_infinity.planner import hardware
 
-FIGURES = bench_hardware.Figures(1e11, 2e10, 3e10, 4e9, 3e9, 1e-4, 1e-10, 2e-4, 8 * 2**30, 10**11, 4)
+FIGURES = bench_hardware.HardwareFigures(1e11, 2e10, 3e10, 4e9, 3e9, 1e-4, 1e-10, 2e-4, 8 * 2**30, 10**11, 4)
 
 
 def test_this_machine_becomes_a_profile_that_plan_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ _EPILOG = "example: zero-infinity bench hardware /mnt/nvme -o this-machine.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class HardwareFigures:
     """What was measured: operations and bytes a second, seconds, bytes."""
 
     flops: float
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def take_figures(directories: list[str], num_bytes: int) -> Figures:
+def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
     drive = measure_drive(directories, num_bytes)
     import torch
 
     from zero_infinity.cli.engine_cost import block_cpu_seconds
 
-    return Figures(
+    return HardwareFigures(
         flops=_flops(torch),
         update_rate=_update_rate(torch),
         copy_rate=copy_rate(torch),
@@ -113,7 +113,7 @@ def take_figures(directories: list[str], num_bytes: int) -> Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Drive:
+class DriveSpeed:
     """Swap space as the engine uses it: bytes a second, seconds of one small read, CPU seconds a byte."""
 
     read: float
@@ -122,7 +122,7 @@ class Drive:
     cpu_seconds_per_byte: float
 
 
-def measure_drive(directories: list[str], num_bytes: int) -> Drive:
+def measure_drive(directories: list[str], num_bytes: int) -> DriveSpeed:
     memory = memoryview(scratch_memory(_SCRATCH_BYTES))
 
     def speed(workload: IOWorkload, request_bytes: int, amount: int, num_threads: int) -> IOSpeed:
@@ -142,7 +142,7 @@ def measure_drive(directories: list[str], num_bytes: int) -> Drive:
 
     read, write = best(IOWorkload.READ), best(IOWorkload.WRITE)
     small = 4096
-    return Drive(
+    return DriveSpeed(
         read.bytes_per_second,
         write.bytes_per_second,
         small / speed(IOWorkload.READ, small, 64 * small, 1).bytes_per_second,
@@ -181,7 +181,7 @@ def _update_rate(torch: ModuleType) -> float:
     return _UPDATE_BYTES_PER_ELEMENT * _UPDATE_ELEMENTS / _best_seconds(optimizer.step)
 
 
-def profile_text(figures: Figures, name: str, date: str) -> str:
+def profile_text(figures: HardwareFigures, name: str, date: str) -> str:
     """The profile. An accelerator is not measured: the CPU computes, out of host memory."""
 
     def figure(value: float, how: str) -> str:

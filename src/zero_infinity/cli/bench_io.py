@@ -1,7 +1,7 @@
 """`zero-infinity bench io DIR`: how fast swap space in a directory is, and how close to fio that comes.
 
-Owns the choice of settings, the rounds and the report. One transfer pattern on one setting is measured by
-`store.speed`, and fio is run by `cli.fio`.
+Owns the choice of settings, the rounds and the report. One transfer pattern with one setting is measured by
+`storage/io_speed.py`, and fio is run by `cli/fio.py`.
 
 Drives and shared machines vary by tens of percent from one second to the next, so the comparison is made in turn
 (ours, fio, ours, fio, ...), on the same file, and by the median of the rounds.
@@ -43,14 +43,14 @@ _EXAMPLE = "example: zero-infinity bench io /mnt/nvme --size 4GiB"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class IOSetting:
     workload: IOWorkload
     request_bytes: int
     num_threads: int
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FioComparison:
     """Ours with the engine's own setting against the best that fio reaches; medians of the rounds."""
 
     workload: IOWorkload
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         memory = memoryview(scratch_memory(_MEMORY_BYTES))
         with _progress() as say:
             say(f"writing {format_bytes(num_bytes)} in {', '.join(args.directories)}")
-            _measure(device, memory, Setting(IOWorkload.WRITE, _MIB, NUM_THREADS), num_bytes)
+            _measure(device, memory, IOSetting(IOWorkload.WRITE, _MIB, NUM_THREADS), num_bytes)
             sweep = _sweep(device, memory, num_bytes, say)
             comparisons = _compare(device, memory, num_bytes, say)
         direct = device.direct
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(device: FileDevice, memory: memoryview, setting: Setting, num_bytes: int) -> IOSpeed:
+def _measure(device: FileDevice, memory: memoryview, setting: IOSetting, num_bytes: int) -> IOSpeed:
     engine = IOEngine(device, setting.num_threads, setting.request_bytes)
     try:
         return measure(engine, memory, setting.workload, setting.request_bytes, num_bytes)
@@ -116,20 +116,20 @@ def _measure(device: FileDevice, memory: memoryview, setting: Setting, num_bytes
 
 def _sweep(
     device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]
-) -> dict[Setting, IOSpeed]:
-    results: dict[Setting, IOSpeed] = {}
+) -> dict[IOSetting, IOSpeed]:
+    results: dict[IOSetting, IOSpeed] = {}
     for workload in IOWorkload:
         for request_bytes in _REQUESTS:
             if 2 * request_bytes > num_bytes:
                 continue
             for num_threads in _THREADS:
                 say(f"{workload.value}, requests of {format_bytes(request_bytes)}, {num_threads} threads")
-                setting = Setting(workload, request_bytes, num_threads)
+                setting = IOSetting(workload, request_bytes, num_threads)
                 results[setting] = _measure(device, memory, setting, num_bytes)
     return results
 
 
-def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> list[Comparison]:
+def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> list[FioComparison]:
     """Against fio, where it is there and can do the same: it has no stripes like ours."""
     executable = fio.find()
     settings = [setting for setting in _FIO_SETTINGS if setting.request_bytes * setting.depth <= num_bytes]
@@ -143,19 +143,19 @@ def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callab
     def run_fio(workload: IOWorkload, setting: fio.FioSetting) -> IOSpeed:
         return fio.measure(executable, device.descriptors[0], workload, setting, num_bytes, direct=device.direct)
 
-    comparisons: list[Comparison] = []
+    comparisons: list[FioComparison] = []
     try:
         for workload in (IOWorkload.READ, IOWorkload.WRITE):
             say(f"fio, {workload.value}: looking for its best setting")
             best = max(settings, key=lambda setting: run_fio(workload, setting).bytes_per_second)
-            own = Setting(workload, min(REQUEST_BYTES, num_bytes), NUM_THREADS)
+            own = IOSetting(workload, min(REQUEST_BYTES, num_bytes), NUM_THREADS)
             ours: list[IOSpeed] = []
             theirs: list[IOSpeed] = []
             for index in range(_NUM_ROUNDS):
                 say(f"ours and fio in turn, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
                 ours.append(_measure(device, memory, own, num_bytes))
                 theirs.append(run_fio(workload, best))
-            comparisons.append(Comparison(workload, _median(ours), _median(theirs), best))
+            comparisons.append(FioComparison(workload, _median(ours), _median(theirs), best))
     except (subprocess.SubprocessError, ValueError, KeyError) as error:
         detail = getattr(error, "stderr", None) or error
         print(f"no comparison: fio could not run: {str(detail).strip()}", file=sys.stderr)
@@ -172,7 +172,7 @@ def _median(speeds: list[IOSpeed]) -> IOSpeed:
     )
 
 
-def _best(sweep: dict[Setting, IOSpeed], workload: IOWorkload) -> Setting:
+def _best(sweep: dict[IOSetting, IOSpeed], workload: IOWorkload) -> IOSetting:
     return max(
         (setting for setting in sweep if setting.workload is workload),
         key=lambda setting: sweep[setting].bytes_per_second,
@@ -194,10 +194,10 @@ def _as_json(
     directories: list[str],
     num_bytes: int,
     direct: bool,
-    sweep: dict[Setting, IOSpeed],
-    comparisons: list[Comparison],
+    sweep: dict[IOSetting, IOSpeed],
+    comparisons: list[FioComparison],
 ) -> dict[str, object]:
-    def row(setting: Setting) -> dict[str, object]:
+    def row(setting: IOSetting) -> dict[str, object]:
         return {**asdict(setting), "workload": setting.workload.value, **asdict(sweep[setting])}
 
     return {
@@ -219,7 +219,7 @@ def _as_json(
 
 
 def _print_tables(
-    directories: list[str], num_bytes: int, sweep: dict[Setting, IOSpeed], comparisons: list[Comparison]
+    directories: list[str], num_bytes: int, sweep: dict[IOSetting, IOSpeed], comparisons: list[FioComparison]
 ) -> None:
     console = Console()
     table = Table(

@@ -1,0 +1,1 @@
+"""What each part of the engine is worth, by leaving it out."""

@@ -1,0 +1,1 @@
+"""The time of a training step against plain PyTorch, at several memory budgets."""
