@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before torch is imported, here and in every process that a test starts. Several workers share the cores, and an OpenMP
 # team spins while it waits: on a busy machine that takes more time than the computation. A test that needs more threads
 # sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes that tests start find tests/support, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 from hypothesis import HealthCheck, settings
 
