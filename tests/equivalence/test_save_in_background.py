@@ -98,17 +98,21 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def slow_drive(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """So slow that training comes to blocks before they are written. Writes wait while the event is cleared."""
-    write, may_write = OpenFile.write, threading.Event()
-    may_write.set()
+    """So slow that training comes to blocks before they are written. No file is done while the event is cleared."""
+    write, sync, may_end = OpenFile.write, OpenFile.sync, threading.Event()
+    may_end.set()
 
     def slow(self: OpenFile, start: int, memory: memoryview) -> None:
-        assert may_write.wait(SECONDS)
         time.sleep(0.005)
         write(self, start, memory)
 
+    def gated(self: OpenFile) -> None:
+        assert may_end.wait(SECONDS)
+        sync(self)
+
     monkeypatch.setattr(OpenFile, "write", slow)
-    return may_write
+    monkeypatch.setattr(OpenFile, "sync", gated)
+    return may_end
 
 
 @pytest.mark.parametrize("name", SETTINGS)
