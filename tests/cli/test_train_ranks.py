@@ -203,7 +203,7 @@ def test_torchrun(here: Path) -> None:
         assert "2 ranks, stage 3" in process.stdout.readline()
         assert process.stdout.readline().startswith("step       1/1000000")
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=2 * SECONDS)
+        output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
     assert errors.count("stopped by SIGTERM after step") == 1
     rows = [line for line in output.splitlines() if not line.startswith("step")]

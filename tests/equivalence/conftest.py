@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
-from support.compare import nothing_left
+from support.compare import engine_threads, wait_for_end
 
 from zero_infinity.policy import memory_budget
 
@@ -42,15 +42,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: object) -> Generator[None
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines end with their models. After a failure the traceback may hold a model: then nothing is said.
+    """Engines end with their models. After a failure the traceback may hold a model: then nothing is checked.
 
     Marked `torch_keeps_the_model`: plain torch, too, never frees the parameters of a graph in whose backward a gradient
     hook has raised.
     """
-    try:
-        with nothing_left():
-            yield
-    except AssertionError:
-        kept = request.node.get_closest_marker("torch_keeps_the_model") is not None
-        if not kept and not request.node.stash.get(_FAILED, True):
-            raise
+    before = engine_threads()
+    yield
+    kept = request.node.get_closest_marker("torch_keeps_the_model") is not None
+    if not kept and not request.node.stash.get(_FAILED, True):
+        wait_for_end(before)

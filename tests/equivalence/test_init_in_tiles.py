@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import children
 from support.compare import run_plain, same_bits, seeded, sgd, training
@@ -158,7 +158,7 @@ def test_initialisers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same_values(make, model)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     num_rows=st.integers(2, 60),
     width=st.integers(1, 40),

@@ -6,7 +6,6 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from support.compare import FITS_RAM, HALF, MINIMAL, SETTINGS, Setting, adamw, compare, training
 from support.models import mean_square, mlp, vectors
+from support.patience import wait_until
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -173,9 +173,7 @@ def test_it_is_written_when_the_model_is_gone(tmp_path: Path) -> None:
     optimizer.step()
     assert not (tmp_path / "run.json").exists()
     del model, optimizer
-    patience = time.monotonic() + 10
-    while gc.collect() >= 0 and not (tmp_path / "run.json").exists() and time.monotonic() < patience:
-        time.sleep(0.01)
+    wait_until(lambda: gc.collect() >= 0 and (tmp_path / "run.json").exists())
     assert [s.name for s in traces.read(tmp_path / "run.json").spans if s.lane == "phase"] == [
         "forward",
         "backward",

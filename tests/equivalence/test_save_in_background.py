@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_same, copied
+from support.patience import SECONDS, wait_until
 from torch import nn
 
 import zero_infinity as zi
@@ -95,20 +97,28 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def slow_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So slow that training is sure to come to blocks before they are written."""
-    write = OpenFile.write
+def slow_drive(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """So slow that training comes to blocks before they are written. No file is done while the event is cleared."""
+    write, sync, may_end = OpenFile.write, OpenFile.sync, threading.Event()
+    may_end.set()
 
     def slow(self: OpenFile, start: int, memory: memoryview) -> None:
         time.sleep(0.005)
         write(self, start, memory)
 
+    def gated(self: OpenFile) -> None:
+        assert may_end.wait(SECONDS)
+        sync(self)
+
     monkeypatch.setattr(OpenFile, "write", slow)
+    monkeypatch.setattr(OpenFile, "sync", gated)
+    return may_end
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.usefixtures("slow_drive")
-def test_the_files_are_those_of_a_save_in_the_foreground(name: str, tmp_path: Path) -> None:
+def test_the_files_are_those_of_a_save_in_the_foreground(
+    name: str, tmp_path: Path, slow_drive: threading.Event
+) -> None:
     expected = Trained(SETTINGS[name], tmp_path)
     expected.steps()
     before = files(expected.save(tmp_path / "foreground"))
@@ -116,9 +126,11 @@ def test_the_files_are_those_of_a_save_in_the_foreground(name: str, tmp_path: Pa
 
     run = Trained(SETTINGS[name], tmp_path)
     run.steps()
+    slow_drive.clear()
     folder = run.save(tmp_path / "background", background=True)
     assert run.is_pending
     assert not folder.exists()
+    slow_drive.set()
     run.steps()  # while it is written
     torch.rand(3)
     zi.synchronize(run.model)
@@ -136,8 +148,7 @@ def test_the_files_are_those_of_a_save_in_the_foreground(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["RAM", "NVMe", "16 bits"])
-@pytest.mark.usefixtures("slow_drive")
-def test_whatever_is_changed_meanwhile(name: str, tmp_path: Path) -> None:
+def test_whatever_is_changed_meanwhile(name: str, tmp_path: Path, slow_drive: threading.Event) -> None:
     expected = Trained(SETTINGS[name], tmp_path)
     expected.steps()
     before = files(expected.save(tmp_path / "foreground"))
@@ -146,8 +157,10 @@ def test_whatever_is_changed_meanwhile(name: str, tmp_path: Path) -> None:
     run.steps()
     model = run.model
     held = model.blocks[1].bias.data  # through which it can be changed without anybody noticing
+    slow_drive.clear()
     folder = run.save(tmp_path / "background", background=True)
     assert run.is_pending
+    slow_drive.set()
     with torch.no_grad():
         held.fill_(7)
         with zi.gathered(model.blocks[3].weight):
@@ -214,8 +227,7 @@ def test_an_error_comes_out_of_the_next_save(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(OpenFile, "sync", fail)
         run.save(tmp_path / "saved", background=True)
-        while run.is_pending:
-            time.sleep(0.001)
+        wait_until(lambda: not run.is_pending)
     with pytest.raises(OSError, match="Input/output"):
         run.save(tmp_path / "saved")
     assert list((tmp_path / "saved").iterdir()) == []
@@ -253,9 +265,7 @@ def test_a_model_that_is_dropped_is_written_all_the_same(tmp_path: Path) -> None
     folder = run.save(tmp_path / "saved", background=True)
     del run
     gc.collect()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "saved" / "latest").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until((tmp_path / "saved" / "latest").exists)
     assert (folder / "manifest.json").exists()
     gc.collect()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import (
     FITS,
@@ -199,7 +199,7 @@ class Three(nn.Module):
         return self.head(self.down(self.up(self.words(x)).tanh()))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(
     words=st.integers(3, 40),
     width=st.integers(1, 20),

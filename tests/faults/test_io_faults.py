@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mounts import image, mounted
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError, TransferError
 from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
@@ -27,14 +26,6 @@ READ, WRITE = Direction.READ, Direction.WRITE
 DEMANDED, PREFETCH, WRITE_BACK = Priority.DEMANDED, Priority.PREFETCH, Priority.WRITE_BACK
 PAGE = 4096
 MIB = 1 << 20
-SECONDS = 20
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
 
 
 # Errors of the drive

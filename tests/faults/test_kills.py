@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import re
 import signal
 from pathlib import Path
 
 import pytest
-from support import kills
+from support import forkserver, kills
+from support.patience import SECONDS
 
 from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
@@ -23,11 +23,9 @@ NUM_TIMES = 6
 def run(
     directory: Path, call: int | None = None, seconds: float | None = None, *, background: bool = False
 ) -> int | None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "zero_infinity.api", "support.kills"])
-    process = context.Process(target=kills.train, args=(directory, call, seconds, background))
+    process = forkserver.context().Process(target=kills.train, args=(directory, call, seconds, background))
     process.start()
-    process.join(60)
+    process.join(SECONDS)
     return process.exitcode
 
 

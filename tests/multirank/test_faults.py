@@ -11,17 +11,14 @@ from mounts import mounted
 from support.rank_faults import CULPRIT, FATAL_STEP, build, build_and_look_again, close, train
 from support.ranks import Outcome, try_ranks
 
-SECONDS = 40.0
-
 
 def run(fault: str, num_ranks: int, directory: Path, **settings: Any) -> list[Outcome]:
     """The survivors' outcomes. Their swap directories are empty afterwards, and every process has ended by itself."""
     for rank in range(num_ranks):
         (directory / str(rank)).mkdir(exist_ok=True)
-    outcomes = try_ranks(num_ranks, train, fault, {"memory": "600KiB", "nvme": directory, **settings}, seconds=SECONDS)
+    outcomes = try_ranks(num_ranks, train, fault, {"memory": "600KiB", "nvme": directory, **settings})
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == (-signal.SIGKILL if rank == CULPRIT and "killed" in fault else 0), outcome
-        assert outcome.seconds < SECONDS, outcome
         assert not list((directory / str(rank)).iterdir())
     return [outcome for rank, outcome in enumerate(outcomes) if rank != CULPRIT]
 
@@ -65,7 +62,7 @@ def test_a_rank_raises_in_its_own_code(stage: int, num_ranks: int, tmp_path: Pat
 
 def test_an_engine_is_closed_in_the_middle_and_its_rank_lives_on() -> None:
     num_seconds = 5.0
-    first, second = try_ranks(2, close, num_seconds, seconds=SECONDS)
+    first, second = try_ranks(2, close, num_seconds)
     assert (second.result, second.error) == ("lived on", None)
     assert str(first.error).startswith("LostRankError: rank 1 did not answer while rank 0 was waiting for 'layers.")
     assert f"known: rank {CULPRIT} ended after {FATAL_STEP} steps" in str(first.error)
@@ -83,7 +80,10 @@ def test_ranks_with_different_models(fault: str, stage: int, tmp_path: Path) -> 
 def test_a_full_disk(stage: int, tmp_path: Path) -> None:
     with mounted(tmp_path / str(CULPRIT), "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
         outcomes = try_ranks(
-            3, train, "", {"memory": "600KiB", "nvme": _directories(tmp_path, 3), "stage": stage}, seconds=SECONDS
+            3,
+            train,
+            "",
+            {"memory": "600KiB", "nvme": _directories(tmp_path, 3), "stage": stage},
         )
         assert not list((tmp_path / str(CULPRIT)).iterdir())
     for rank, outcome in enumerate(outcomes):
@@ -103,7 +103,7 @@ def _directories(directory: Path, num_ranks: int) -> Path:
 
 @pytest.mark.parametrize("other_seed", [True, False])
 def test_ranks_that_build_different_models(other_seed: bool, tmp_path: Path) -> None:
-    outcomes = try_ranks(2, build, {"memory": "1MiB", "nvme": tmp_path}, other_seed, seconds=SECONDS)
+    outcomes = try_ranks(2, build, {"memory": "1MiB", "nvme": tmp_path}, other_seed)
     for outcome in outcomes:
         assert outcome.exit_code == 0
         when = "before" if other_seed else "after"
@@ -115,10 +115,10 @@ def test_ranks_that_build_different_models(other_seed: bool, tmp_path: Path) -> 
 
 def test_a_layer_that_is_needed_whole_and_too_large_for_that(tmp_path: Path) -> None:
     settings = {"nvme": tmp_path}
-    for outcome in try_ranks(2, build_and_look_again, {**settings, "memory": "2MiB"}, seconds=SECONDS):
+    for outcome in try_ranks(2, build_and_look_again, {**settings, "memory": "2MiB"}):
         told = str(outcome.error)
         assert told.startswith("CapacityError: 'Linear")
         assert "takes 516.0 KiB, but there is room for 512.0 KiB of whole units" in told
         assert "fix:   1.1 times as much memory" in told
-    for outcome in try_ranks(2, build_and_look_again, {**settings, "memory": "2.2MiB"}, seconds=SECONDS):
+    for outcome in try_ranks(2, build_and_look_again, {**settings, "memory": "2.2MiB"}):
         assert outcome.error is None

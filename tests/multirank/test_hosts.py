@@ -103,7 +103,7 @@ def _train(hosts: tuple[Host, Host], folder: Path, options: list[str]) -> list[d
     outputs = []
     try:
         for process in running:
-            output, errors = process.communicate(timeout=2 * SECONDS)
+            output, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, errors
             outputs.append(output)
     finally:

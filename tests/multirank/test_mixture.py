@@ -34,11 +34,10 @@ def test_each_rank_calls_experts_of_its_own(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("left_out", [0, 2])
 def test_a_layer_of_a_chain_that_one_rank_leaves_out_is_an_error(stage: int, left_out: int) -> None:
-    outcomes = try_ranks(NUM_RANKS, rank_scripts.leave_out_a_layer, stage, left_out, seconds=60)
+    outcomes = try_ranks(NUM_RANKS, rank_scripts.leave_out_a_layer, stage, left_out)
     for outcome in outcomes:
         assert outcome.error is not None
         assert outcome.error.startswith(("DivergenceError", "LostRankError")), outcome.error
-        assert outcome.seconds < 40
     assert any(
         f"layers.{left_out}" in (outcome.error or "") and "rank 1" in (outcome.error or "") for outcome in outcomes
     )

@@ -30,7 +30,7 @@ def parts(result: Result) -> list[Any]:
 
 def check(jobs: list[Job], *, exact: bool = True) -> list[list[Result]]:
     """Run them: by job the results of the ranks, which are the same bits as plain PyTorch's."""
-    by_rank = run_ranks(4, train, jobs, seconds=120)
+    by_rank = run_ranks(4, train, jobs)
     for rank, pairs in enumerate(by_rank):
         for job, (prepared, plain) in zip(jobs, pairs, strict=True):
             same = assert_same if exact else assert_close
@@ -84,14 +84,14 @@ def test_partitioned_activations_on_drives(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_replicas_that_differ_are_found_out(offload: bool) -> None:
     job = Job({**RECOMPUTED, "offload_activations": offload}, partitioned=True, differing=True)
-    for outcome in try_ranks(4, train, [job], seconds=60):
+    for outcome in try_ranks(4, train, [job]):
         assert outcome.error is not None
         assert outcome.error.startswith("DivergenceError: ranks 1 and 0 of activation_group have different inputs")
         assert "leave it out" in outcome.error
 
 
 def test_groups_that_make_no_sense() -> None:
-    for outcome in try_ranks(2, wrong_group, seconds=60):
+    for outcome in try_ranks(2, wrong_group):
         assert outcome.result == [
             "UsageError: 'blocks.0.up.weight' is split over ranks [0, 1] (tensor parallel), which are also ranks to share "
             'the states with\n  fix:   group=mesh["dp"]: the ranks that have the same parameters',
@@ -105,5 +105,5 @@ def test_groups_that_make_no_sense() -> None:
 
 def test_split_parameters_outside_of_forward() -> None:
     """Looked at, changed, saved, copied and loaded, as plain ones are."""
-    for found in run_ranks(2, look, seconds=60):
+    for found in run_ranks(2, look):
         assert_same("what is seen", found["plain"], found["prepared"])

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from support.patience import SECONDS, wait_until
+
 ROOT = Path("/sys/fs/cgroup")
-TESTS = Path(__file__).parents[1]
 
 # The child sets its own limit when everything that is not the engine's is in memory (torch, its thread pools, a first
 # step of a tiny model), so what a run needs beyond that is measured in the very process that is limited.
@@ -85,12 +85,13 @@ def control_group() -> Iterator[Group]:
     try:
         yield Group(group, version)
     finally:
-        for _ in range(100):  # a killed process leaves its group a moment later
-            with contextlib.suppress(OSError):
-                group.rmdir()
-            if not group.exists():
-                break
-            time.sleep(0.05)
+        wait_until(lambda: _removed(group))  # a killed process leaves its group a moment later
+
+
+def _removed(group: Path) -> bool:
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 def _place() -> tuple[Path, int]:
@@ -111,7 +112,7 @@ class Ended:
     output: str
 
 
-def run_limited(group: Group, script: str, timeout: float = 120) -> Ended:
+def run_limited(group: Group, script: str) -> Ended:
     """Run a script inside the group; it can call `limit(num_bytes)` and `report(**values)`."""
 
     def enter() -> None:
@@ -121,14 +122,9 @@ def run_limited(group: Group, script: str, timeout: float = 120) -> Ended:
         [sys.executable, "-c", group.prologue + script],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=SECONDS,
         check=False,
         preexec_fn=enter,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-        },
     )
     reports = [line.removeprefix("REPORT") for line in done.stdout.splitlines() if line.startswith("REPORT")]
     return Ended(done.returncode, json.loads(reports[-1]) if reports else None, done.stdout + done.stderr)

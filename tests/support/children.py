@@ -1,13 +1,11 @@
-"""Training in processes of their own, which are killed, interrupted or left to end as they like."""
+"""Training in child processes, which are killed, interrupted or run to their end."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+from support.patience import SECONDS
 
 # A small model whose blocks move all the time, and a loop over it.
 PROLOGUE = """
@@ -45,26 +43,21 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, _paths()))},
     )
 
 
-def finish(child: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
-    """Return code, output and errors; it is an error when it does not end in time."""
+def finish(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """The exit code, output and errors; a child that does not end is an error."""
     try:
-        output, errors = child.communicate(timeout=seconds)
+        output, errors = child.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         output, errors = child.communicate()
         raise AssertionError(
-            f"the process did not end within {seconds} s: {output[-2000:]}\n{errors[-4000:]}"
+            f"the process did not end within {SECONDS:.0f} s: {output[-2000:]}\n{errors[-4000:]}"
         ) from None
     return child.returncode, output, errors
 
 
-def run(script: str, *arguments: str, seconds: float = 60) -> tuple[int, str, str]:
-    return finish(start(script, *arguments), seconds)
-
-
-def _paths() -> list[str]:
-    return [str(TESTS), os.environ.get("PYTHONPATH", "")]
+def run(script: str, *arguments: str) -> tuple[int, str, str]:
+    return finish(start(script, *arguments))

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
+from support.patience import SECONDS
 from zero_infinity import model_layout as layout_module
 from zero_infinity.params import offloaded_param
 from zero_infinity.policy import memory_budget
@@ -33,8 +34,6 @@ Prepared = tuple[nn.Module, Optimizer]
 
 # Settings that change how much memory is needed at least.
 _ASKED_WITH = ("checkpoint_activations", "checkpoint_modules", "offload_activations")
-# An engine is closed on a thread of its own; on a busy machine that takes a while.
-_CLOSE_SECONDS = 10.0
 
 
 class Divergence(AssertionError):
@@ -352,7 +351,12 @@ def nothing_left() -> Iterator[None]:
     """Afterwards, no thread is alive of an engine that was made inside."""
     before = engine_threads()
     yield
-    patience = time.monotonic() + 10
+    wait_for_end(before)
+
+
+def wait_for_end(before: set[threading.Thread]) -> None:
+    """Wait until no thread is alive of an engine that was made since `before`."""
+    patience = time.monotonic() + SECONDS
     # Engines close on a thread of their own, and a worker holds the model until its update is done: then collect again.
     while gc.collect() >= 0 and (left := engine_threads() - before) and time.monotonic() < patience:
         time.sleep(0.01)

@@ -397,7 +397,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def run_jobs(jobs: list[Job], num_ranks: int) -> list[list[Result]]:
     """Each job on `num_ranks` ranks, which are the same processes for all: by job the results of the ranks."""
-    by_rank = run_ranks(num_ranks, _run_jobs, num_ranks, jobs, seconds=60)
+    by_rank = run_ranks(num_ranks, _run_jobs, num_ranks, jobs)
     return [[results[number] for results in by_rank] for number in range(len(jobs))]
 
 

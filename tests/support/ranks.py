@@ -1,12 +1,11 @@
 """Several ranks on this machine: real processes, gloo over loopback.
 
-They are forked from a server that has torch and transformers loaded, which takes a fraction of the time of `torchrun`.
+They are forked from a server that has imported everything, which takes far less time than `torchrun`.
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import pickle
 import sys
@@ -22,15 +21,11 @@ from typing import Any
 
 import torch
 
-_PRELOADED = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "zero_infinity.api",
-    "support.multirank",
-    "support.rank_faults",
-    "support.tensor_parallel",
-]
+from support import forkserver
+from support.patience import SECONDS
+
+# Far longer than a test waits: a rank that is lost has to be noticed by other means.
+_GLOO_SECONDS = 10 * SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +35,24 @@ class Outcome:
     result: Any
     error: str | None  # "Class: message"
     exit_code: int | None
-    seconds: float
 
 
 class RankFailedError(AssertionError):
     """A rank of a test that expects none to fail did."""
 
 
-def run_ranks(num_ranks: int, script: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
+def run_ranks(num_ranks: int, script: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `script(rank, *arguments)` on every rank; what each returned."""
-    outcomes = try_ranks(num_ranks, script, *arguments, seconds=seconds)
+    outcomes = try_ranks(num_ranks, script, *arguments)
     failed = [f"rank {rank}: {o.error or o.exit_code}" for rank, o in enumerate(outcomes) if o.error or o.exit_code]
     if failed:
         raise RankFailedError("\n".join(failed))
     return [outcome.result for outcome in outcomes]
 
 
-def try_ranks(num_ranks: int, script: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Outcome]:
+def try_ranks(num_ranks: int, script: Callable[..., Any], *arguments: Any) -> list[Outcome]:
     """As `run_ranks`, for ranks that may fail."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = forkserver.context()
     with tempfile.TemporaryDirectory() as directory:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
@@ -73,26 +66,26 @@ def try_ranks(num_ranks: int, script: Callable[..., Any], *arguments: Any, secon
             process.start()
         for _, sender in pipes:
             sender.close()
-        messages: list[tuple[Any, str | None, float] | None] = [None] * num_ranks
+        messages: list[tuple[Any, str | None] | None] = [None] * num_ranks
         open_pipes = {receiver: rank for rank, (receiver, _) in enumerate(pipes)}
-        while open_pipes and (left := start + seconds - time.monotonic()) > 0:
+        while open_pipes and (left := start + SECONDS - time.monotonic()) > 0:
             for receiver in wait(list(open_pipes), left):
                 rank = open_pipes.pop(receiver)  # type: ignore[arg-type]
                 try:
-                    messages[rank] = (*pickle.loads(receiver.recv_bytes()), time.monotonic() - start)  # type: ignore[union-attr]
+                    messages[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
-                    messages[rank] = (None, None, time.monotonic() - start)
+                    messages[rank] = (None, None)
         for process in processes:
-            process.join(max(0.1, start + seconds - time.monotonic()))
+            process.join(max(0.1, start + SECONDS - time.monotonic()))
         codes = [process.exitcode for process in processes]
         for process in processes:
             if process.is_alive():
                 process.kill()
                 process.join()
     return [
-        Outcome(message[0], message[1], code, message[2])
+        Outcome(message[0], message[1], code)
         if message is not None
-        else Outcome(None, f"did not end within {seconds} s", code, seconds)
+        else Outcome(None, f"did not end within {SECONDS:.0f} s", code)
         for message, code in zip(messages, codes, strict=True)
     ]
 
@@ -107,7 +100,7 @@ def _rank(
         init_method=f"file://{Path(directory) / 'store'}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=_GLOO_SECONDS),
     )
     error = result = None
     try:

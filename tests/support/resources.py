@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
+from support.patience import wait_until
 from zero_infinity.storage import allocator, buffer_pool
 from zero_infinity.storage.buffer_pool import BufferPool
 
@@ -63,16 +63,6 @@ def all_given_back() -> Iterator[None]:
     after = resources()
     assert after.threads <= before.threads
     assert after.descriptors <= before.descriptors
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
-    """Whether it became true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 # ---------------------------------------------------------------------- every change of what a pool holds

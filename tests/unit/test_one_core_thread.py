@@ -29,7 +29,7 @@ def test_a_thread_stays_on_one_core_also_when_others_set_their_number_before_and
     def work() -> int:
         torch.set_num_threads(3)
         use_one_core()
-        threading.Thread(target=torch.set_num_threads, args=(before,)).start()
+        in_a_thread(lambda: torch.set_num_threads(before))
         torch.ones(1 << 22).add_(1)  # asks how many
         return torch.get_num_threads()
 

@@ -21,7 +21,7 @@ from zero_infinity.checkpoint.manifest import (
 )
 
 FILE = "model-00001-of-00001.safetensors"
-in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def example() -> Manifest:

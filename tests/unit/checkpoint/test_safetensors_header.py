@@ -19,7 +19,7 @@ dtypes = st.sampled_from(["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8"
 tensors = st.dictionaries(
     st.text(min_size=1, max_size=20).filter(lambda n: n != "__metadata__"), st.tuples(dtypes, shapes)
 )
-in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @in_a_directory

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 import torch
+from support.patience import SECONDS
 from torch import nn
 
 import zero_infinity as zi
@@ -13,11 +15,15 @@ from zero_infinity.api import engine_of
 
 
 class LateAccelerator(zi.EmulatedAccelerator):
-    """Whose copies take a while."""
+    """Whose copies begin when a test says so, and take a while."""
 
-    num_uploads = 0
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_uploads = 0
+        self.may_begin = threading.Event()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        assert self.may_begin.wait(SECONDS)
         time.sleep(0.05)
         self.num_uploads += 1
         return super().upload(source, target)
@@ -33,6 +39,7 @@ def test_synchronize_waits_for_copies_that_were_asked_for() -> None:
     assert cache is not None
     for group in cache._groups.values():
         cache._tier.access(group)
-    assert accelerator.num_uploads < 4  # on their way
+    assert accelerator.num_uploads == 0  # on their way
+    accelerator.may_begin.set()
     zi.synchronize(model)
     assert accelerator.num_uploads == 4

@@ -7,14 +7,13 @@ import time
 from typing import Any, cast
 
 import pytest
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError
 from zero_infinity.optim.state_records import Chunk
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers import update_worker as updaters
 from zero_infinity.tiers.update_worker import UpdateWorker
-
-SECONDS = 20.0
 
 
 class Store:
@@ -48,6 +47,36 @@ class Job:
         """Nothing is left to do."""
 
 
+@pytest.fixture(autouse=True)
+def _patient_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker never steps in because the computing thread is late, as it may be on a busy machine."""
+    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 1000.0)
+
+
+class Ticks(threading.Condition):
+    """A condition whose waits with a timeout end when the test says that the time is over."""
+
+    ticks = threading.Semaphore(0)
+    num_waits = 0  # with a timeout
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None:
+            return super().wait()
+        Ticks.num_waits += 1
+        self.release()
+        assert Ticks.ticks.acquire(timeout=SECONDS)
+        self.acquire()
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[Ticks]:
+    monkeypatch.setattr(Ticks, "ticks", threading.Semaphore(0))
+    monkeypatch.setattr(Ticks, "num_waits", 0)
+    monkeypatch.setattr(updaters.threading, "Condition", Ticks)
+    return Ticks
+
+
 @pytest.fixture
 def log() -> list[tuple[str, bool]]:
     return []
@@ -69,10 +98,7 @@ def make(*, shares_cores: bool) -> UpdateWorker:
 
 
 def wait_for_all(update_worker: UpdateWorker) -> None:
-    deadline = time.monotonic() + SECONDS
-    while update_worker.num_pending:
-        assert time.monotonic() < deadline, f"{update_worker.num_pending} jobs are left"
-        time.sleep(0.001)
+    wait_until(lambda: not update_worker.num_pending)
 
 
 def test_the_computing_thread_runs_what_is_ready(log: list[tuple[str, bool]]) -> None:
@@ -98,23 +124,20 @@ def test_with_cores_of_its_own_the_worker_runs_everything(log: list[tuple[str, b
     update_worker.close()
 
 
-def test_the_worker_runs_all_that_is_left_when_nobody_comes_by(
-    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_runs_all_that_is_left_when_nobody_comes_by(log: list[tuple[str, bool]], clock: type[Ticks]) -> None:
     """It is patient once, not before every chunk: those of a model that was dropped would keep it for minutes."""
-    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", SECONDS / 10)
     update_worker = make(shares_cores=True)
     for number in range(30):
         update_worker.submit(Job(log, str(number), is_ready=False))
+    clock.ticks.release(2)  # the first may end a wait that began before the last visit
     wait_for_all(update_worker)
     assert log == [(str(number), False) for number in range(30)]
     update_worker.close()
 
 
 def test_the_worker_takes_over_while_the_computing_thread_waits(
-    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+    log: list[tuple[str, bool]],
 ) -> None:
-    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 1000.0)
     update_worker = make(shares_cores=True)
     update_worker.submit(Job(log, "a", is_ready=False))
     update_worker.take_over()
@@ -155,9 +178,8 @@ def test_closing_drops_what_waits(log: list[tuple[str, bool]]) -> None:
 
 
 def test_the_worker_leaves_it_to_the_computing_thread_once_that_is_back(
-    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+    log: list[tuple[str, bool]],
 ) -> None:
-    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 1000.0)
     update_worker = make(shares_cores=True)
     update_worker.submit(Job(log, "a", is_ready=False))
     update_worker.take_over()
@@ -217,16 +239,17 @@ def test_whoever_waits_is_told_that_it_was_closed_also_between_two_jobs(log: lis
 
 
 def test_the_worker_stays_away_while_the_computing_thread_comes_by_in_vain(
-    log: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+    log: list[tuple[str, bool]], clock: type[Ticks]
 ) -> None:
-    monkeypatch.setattr(updaters, "_PATIENCE_SECONDS", 0.2)
     update_worker = make(shares_cores=True)
     try:
         update_worker.submit(Job(log, "late", is_ready=False))
-        for _ in range(30):
-            time.sleep(0.02)
+        for number in range(1, 31):
+            wait_until(lambda number=number: clock.num_waits >= number)  # it waits, and has seen the visits so far
             update_worker.help()
+            clock.ticks.release()
         assert log == []
+        clock.ticks.release(2)
         update_worker.drain()
         assert log == [("late", False)]
     finally:
