@@ -61,13 +61,15 @@ class Replicas:
 def fingerprint(data: torch.Tensor) -> int:
     """A number that other bytes, or the same in another order, do not have but by chance.
 
-    Sums over rows and over columns, each weighted by its place: it takes no memory beside, on any device.
+    Sums over rows and over columns, each weighted by its place: it takes no memory beside, on any device. The weights
+    of rows are odd and those of columns even, so the factor of each word is odd: a change in one word always shows.
     """
     num_words = len(data) // 8
     words = data[: num_words * 8].view(torch.int64)
     total = data[num_words * 8 :].to(torch.int64).sum()
     rows = words[: num_words // _ROW * _ROW].view(-1, _ROW)
-    for sums in (rows.sum(1), rows.sum(0), words[rows.numel() :]):
+    for sums, parity in ((rows.sum(1), 1), (rows.sum(0), 0), (words[rows.numel() :], 1)):
         weights = torch.arange(1, len(sums) + 1, device=data.device) * _FACTOR
-        total = total * _FACTOR + (sums * (weights ^ (weights >> 32))).sum()
+        weights = ((weights ^ (weights >> 32)) << 1) | parity
+        total = total * _FACTOR + (sums * weights).sum()
     return int(total.item())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,15 @@ def test_one_byte_more_or_less_shows(num_bytes: int, seed: int, data: st.DataObj
     other[place] ^= data.draw(st.integers(1, 255))
     assert fingerprint(values) == fingerprint(values.clone())
     assert fingerprint(values) != fingerprint(other)
+
+
+@pytest.mark.parametrize("num_words", [1, 5000, 9000])
+def test_the_highest_bit_of_any_word_shows(num_words: int) -> None:
+    values = drawn(8 * num_words, 0)
+    for word in range(0, num_words, 97):
+        other = values.clone()
+        other[8 * word + 7] ^= 128
+        assert fingerprint(values) != fingerprint(other), f"word {word}"
 
 
 @given(st.integers(2, 6), st.integers(1, 3000), st.integers(0, 1000), st.randoms())
