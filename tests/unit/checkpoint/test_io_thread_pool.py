@@ -6,7 +6,7 @@ import pytest
 
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.allocator import address_of
+from zero_infinity.storage.pages import address_of
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 16, 1 << 20, 64 << 20])

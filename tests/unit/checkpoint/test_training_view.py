@@ -9,7 +9,7 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity import checkpoint
-from zero_infinity.api import _stores
+from zero_infinity.api import _unsharders
 from zero_infinity.checkpoint.training_view import UnpreparedModel
 
 
@@ -25,8 +25,8 @@ def test_a_model_that_is_not_prepared_lends_what_it_gives_back() -> None:
     config = zi.Config(memory="8MiB")
     with zi.init(config):
         model = nn.Linear(8, 8)
-    (store,) = _stores(model)
-    view = UnpreparedModel(model, store)
+    (unsharder,) = _unsharders(model)
+    view = UnpreparedModel(model, unsharder)
     before = view.host_cache.policy.budget, view.store.pool.held_bytes
     with view.staging() as num_bytes:
         assert num_bytes == (8 << 20) // 16
