@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.patience import SECONDS
 
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.storage import allocator
@@ -268,7 +269,7 @@ def test_close_ends_a_blocked_take(pool: BufferPool) -> None:
     while not pool.num_waiting:
         time.sleep(0.001)
     pool.close()
-    thread.join(5)
+    thread.join(SECONDS)
     assert "was closed" in str(errors[0])
 
 
@@ -461,7 +462,7 @@ def test_many_threads_take_lease_charge_and_release() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(SECONDS)
     assert errors == []
     assert (held_after(pool), pool.num_waiting) == (0, 0)
     assert pool.peak_bytes > 2 * MIB
