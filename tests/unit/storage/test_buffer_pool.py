@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.forkserver import in_own_process
 from support.patience import SECONDS
 
 from zero_infinity.errors import CapacityError, UsageError
@@ -168,6 +169,7 @@ def test_the_process_never_maps_more_than_the_budget(monkeypatch: pytest.MonkeyP
     assert pool.mapped_bytes == 0
 
 
+@in_own_process
 def test_touched_memory_stays_within_the_budget() -> None:
     def anonymous_bytes() -> int:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
