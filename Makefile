@@ -21,10 +21,11 @@ train: $(STAMP) ## train a model whose states are six times its memory budget (a
 	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
 
 test: $(STAMP) ## run the tests (WORKERS=4 processes)
-	$(BIN)/pytest -n $(WORKERS) -m "not long" tests
+	$(BIN)/pytest -n $(WORKERS) -m "not long" --durations=20 tests
 
-test-all: $(STAMP) ## the same, with long variants: world sizes, kills, limits
-	$(BIN)/pytest -n $(WORKERS) tests
+# Also with examples of hypothesis that are drawn anew: what they find is a bug, and not always the last change's.
+test-all: $(STAMP) ## the same, with long variants and random examples: world sizes, kills, limits
+	HYPOTHESIS_PROFILE=random $(BIN)/pytest -n $(WORKERS) --durations=20 tests
 
 lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/ruff check .

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 
 from support.blocks import write_block
+from support.patience import SECONDS, wait_until
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
@@ -21,18 +21,8 @@ from zero_infinity.storage.io_types import Direction
 PAGE = 4096
 
 
-SECONDS = 20  # far more than anything here takes: a hang fails instead of blocking
-
-
 def filled(value: int, num_bytes: int = PAGE) -> torch.Tensor:
     return torch.full((num_bytes,), value, dtype=torch.uint8)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
 
 
 class BlockBench:

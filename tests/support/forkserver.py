@@ -7,6 +7,8 @@ package reaches it by PYTHONPATH (see conftest.py), since it does not take over 
 from __future__ import annotations
 
 import atexit
+import functools
+import importlib
 import multiprocessing
 import pickle
 import traceback
@@ -49,6 +51,20 @@ def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
     if error is not None:
         raise AssertionError(error)
     return result
+
+
+def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test function in a new process; the fixtures that it takes have to be picklable."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        run_alone(_call_test, test.__module__, test.__name__, fixtures)
+
+    return run
+
+
+def _call_test(module: str, name: str, fixtures: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**fixtures)
 
 
 def _call(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
+from support.patience import SECONDS, wait_until
 from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 from zero_infinity.storage.io_types import Direction, Priority
@@ -13,7 +12,6 @@ from zero_infinity.storage.io_types import Direction, Priority
 READ, WRITE = Direction.READ, Direction.WRITE
 DEMANDED, PREFETCH, WRITE_BACK = Priority.DEMANDED, Priority.PREFETCH, Priority.WRITE_BACK
 PAGE = 4096
-SECONDS = 20  # far more than anything here takes: a hang fails instead of blocking
 
 
 class IOBench:
@@ -48,10 +46,3 @@ class IOBench:
 
     def pages(self) -> list[int]:
         return [request.offset // PAGE for request in self.device.requests]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.0005)

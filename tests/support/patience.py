@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SECONDS = 120.0  # less than pytest's own timeout, which ends the whole worker
+SECONDS = 240.0  # less than half of pytest's own timeout, which ends the whole worker
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Which modules of a model are its repeated blocks. (`tests/equivalence/test_checkpointing.py` trains with them.)"""
+"""Which modules of a model are its repeated blocks. (`tests/equivalence/test_activation_checkpointing.py` trains with them.)"""
 
 from __future__ import annotations
 

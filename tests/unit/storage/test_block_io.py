@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.block_bench import PAGE, SECONDS, BlockBench, filled, in_thread, numbered, room, wait_until
+from support.block_bench import PAGE, BlockBench, filled, in_thread, numbered, room
 from support.blocks import flush_blocks, read_block, write_block
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import CorruptionError, TransferError
 from zero_infinity.policy.memory_budget import Home

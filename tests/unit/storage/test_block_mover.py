@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from support.block_bench import PAGE, SECONDS, BlockBench, filled, in_thread, wait_until
+from support.block_bench import PAGE, BlockBench, filled, in_thread
 from support.blocks import flush_blocks, read_block, write_block
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_stay import BlockStay, Residence

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.block_bench import PAGE, SECONDS, BlockBench, filled, in_thread, room
+from support.block_bench import PAGE, BlockBench, filled, in_thread, room
 from support.blocks import flush_blocks, read_block, write_block
+from support.patience import SECONDS
 
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.memory_budget import Home

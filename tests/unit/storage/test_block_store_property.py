@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.blocks import flush_blocks, read_block, write_block
+from support.patience import SECONDS
 
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
@@ -28,7 +29,6 @@ from zero_infinity.storage.swap_device import SwapDevice
 from zero_infinity.storage.throttled_device import ThrottledDevice
 
 PAGE = 4096
-SECONDS = 60
 
 
 class WatchedPool(BufferPool):

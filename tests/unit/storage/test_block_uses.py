@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.block_bench import PAGE, SECONDS, BlockBench, filled, in_thread, room, wait_until
+from support.block_bench import PAGE, BlockBench, filled, in_thread, room
 from support.blocks import read_block, write_block
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import UsageError
 from zero_infinity.storage.block_stay import BlockStay, Residence

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.block_bench import SECONDS, BlockBench, in_thread, wait_until
+from support.block_bench import BlockBench, in_thread
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError, UsageError
 

@@ -18,6 +18,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.forkserver import in_own_process
+from support.patience import SECONDS
 
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.storage import allocator
@@ -167,6 +169,7 @@ def test_the_process_never_maps_more_than_the_budget(monkeypatch: pytest.MonkeyP
     assert pool.mapped_bytes == 0
 
 
+@in_own_process
 def test_touched_memory_stays_within_the_budget() -> None:
     def anonymous_bytes() -> int:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
@@ -268,7 +271,7 @@ def test_close_ends_a_blocked_take(pool: BufferPool) -> None:
     while not pool.num_waiting:
         time.sleep(0.001)
     pool.close()
-    thread.join(5)
+    thread.join(SECONDS)
     assert "was closed" in str(errors[0])
 
 
@@ -461,7 +464,7 @@ def test_many_threads_take_lease_charge_and_release() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(SECONDS)
     assert errors == []
     assert (held_after(pool), pool.num_waiting) == (0, 0)
     assert pool.peak_bytes > 2 * MIB

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
-from support.block_bench import SECONDS, BlockBench, in_thread, wait_until
+from support.block_bench import BlockBench, in_thread
 from support.blocks import read_block
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.storage import deadlock
+from zero_infinity.storage import block_waits, deadlock
 
 
 def test_room_that_nothing_can_free_is_an_error_that_names_the_holders(
@@ -48,11 +49,34 @@ def test_a_worker_that_waits_while_it_uses_a_block_is_told_too(
     b.store.unhold(second, dirty=False)
 
 
+class Clock:
+    """The time that waits see: it stands still unless a test lets it run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.num_looks = 0
+        monkeypatch.setattr(block_waits, "time", SimpleNamespace(monotonic=self.look))
+
+    def look(self) -> float:
+        self.num_looks += 1
+        return self.now
+
+    def run_past_patience(self) -> None:
+        """Far more time than a wait is patient for, in steps that somebody who waits looks at."""
+        for _ in range(10):
+            self._wait_for_a_look()
+            self.now += 1000.0
+        self._wait_for_a_look()
+
+    def _wait_for_a_look(self) -> None:
+        looks = self.num_looks
+        wait_until(lambda: self.num_looks > looks + 2)
+
+
 def test_a_worker_that_computes_is_waited_for(
     bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("STUCK_SECONDS", "STUCK_WHILE_HELD_SECONDS"):
-        monkeypatch.setattr(deadlock, name, 0.02)
+    clock = Clock(monkeypatch)
     b = bench(1)
     first, second = b.fetched("a"), b.block("b")
     b.store.hold(first)
@@ -61,7 +85,7 @@ def test_a_worker_that_computes_is_waited_for(
 
     def work() -> None:
         with b.store.changing(first):
-            time.sleep(0.2)
+            clock.run_past_patience()
         b.store.unhold(first, dirty=True)
 
     thread, _ = in_thread(work)
@@ -74,8 +98,7 @@ def test_a_wait_for_room_is_not_stuck_during_a_snapshot(
     bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker uses a block and waits for another that is guarded; a third thread waits for room."""
-    monkeypatch.setattr(deadlock, "STUCK_SECONDS", 0.3)
-    monkeypatch.setattr(deadlock, "STUCK_WHILE_HELD_SECONDS", 0.3)
+    clock = Clock(monkeypatch)
     made = bench(2)
     store = made.store
     third, first, second = made.block("third", 3), made.fetched("first", 1), made.fetched("second", 2)
@@ -93,8 +116,9 @@ def test_a_wait_for_room_is_not_stuck_during_a_snapshot(
     thread.start()
     store.evict(first)
     store.fetch(third)
-    threading.Timer(0.8, store.release_from_snapshot, (second,)).start()
+    releasing, _ = in_thread(lambda: (clock.run_past_patience(), store.release_from_snapshot(second)))
     store.wait(third)
+    releasing.join(SECONDS)
     thread.join(SECONDS)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.patience import SECONDS
 
 from zero_infinity.storage.buffer import Buffer
 from zero_infinity.storage.buffer_pool import BufferPool
@@ -77,7 +78,7 @@ def test_blocking_take_and_charge_wait_in_the_same_queue(pool: BufferPool) -> No
             time.sleep(0.001)
     held.release()
     for thread in threads:
-        thread.join(5)
+        thread.join(SECONDS)
     assert order == ["charge", "take"]
     assert pool.held_bytes == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.forkserver import in_own_process
 
 from zero_infinity.storage import heap
 from zero_infinity.storage.buffer_pool import BufferPool
@@ -84,6 +85,7 @@ def test_small_budgets_do_not_trim_for_a_few_pages(memory: Heap) -> None:
     assert memory.num_trims == 0
 
 
+@in_own_process
 def test_real_holes_are_given_back() -> None:
     import torch
 
@@ -98,6 +100,7 @@ def test_real_holes_are_given_back() -> None:
     assert all(bool(layer.eq(1).all()) for layer in kept)
 
 
+@in_own_process
 def test_memory_that_a_step_frees_is_there_for_the_next_one_without_page_faults() -> None:
     import resource
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, SECONDS, WRITE, WRITE_BACK, IOBench, wait_until
+from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, WRITE, WRITE_BACK, IOBench
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.storage.fake_device import FakeDevice
 from zero_infinity.storage.io_engine import IOEngine, IOTicket

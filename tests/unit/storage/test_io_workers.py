@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, SECONDS, WRITE, WRITE_BACK, IOBench, wait_until
+from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, WRITE, WRITE_BACK, IOBench
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError, UsageError
 from zero_infinity.storage.fake_device import FakeDevice, FakeRequest

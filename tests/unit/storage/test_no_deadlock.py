@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.blocks import read_block
+from support.patience import SECONDS
 
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
@@ -28,7 +29,6 @@ from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine
 
 PAGE = 4096
-SECONDS = 30  # a run takes well under a second
 
 
 @dataclass

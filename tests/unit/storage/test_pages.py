@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
+from support.forkserver import in_own_process
 from support.mappings import mapped_of, smaps_at
 
 from zero_infinity.errors import CapacityError
@@ -48,6 +49,7 @@ def test_any_range_of_pages_can_be_unmapped() -> None:
     unmap_pages(address, 4 * MIB)
 
 
+@in_own_process
 def test_mapping_leaves_no_slack_behind() -> None:
     def virtual_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from support.block_bench import PAGE, SECONDS, BlockBench, filled, room, wait_until
+from support.block_bench import PAGE, BlockBench, filled, room
 from support.blocks import write_block
+from support.patience import SECONDS, wait_until
 
 from zero_infinity.storage.block_stay import Residence
 from zero_infinity.storage.snapshot_guard import SnapshotGuard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.patience import SECONDS
 
 from zero_infinity.storage.store_monitor import StoreMonitor
 
@@ -27,7 +28,7 @@ def test_an_event_wakes_a_thread_that_waits() -> None:
 
     def wait() -> None:
         with monitor.lock:
-            monitor.lock.wait_for(lambda: monitor.num_events > 0, timeout=20)
+            monitor.lock.wait_for(lambda: monitor.num_events > 0, timeout=SECONDS)
             seen.append(monitor.num_events)
 
     thread = threading.Thread(target=wait)

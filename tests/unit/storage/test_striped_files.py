@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mounts import mounted
+from support.forkserver import in_own_process
 from support.swap import aligned, round_trip
 
 from zero_infinity.errors import ConfigError, SwapSpaceError
@@ -25,6 +26,7 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@in_own_process
 def test_descriptors_are_given_back_by_close_and_without_it(tmp_path: Path) -> None:
     before = num_descriptors()
     device = FileDevice([tmp_path, tmp_path])
