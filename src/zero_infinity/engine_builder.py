@@ -24,8 +24,8 @@ from zero_infinity.deferred_init import DeferredInit
 from zero_infinity.engine_parts import EngineParts
 from zero_infinity.errors import UsageError
 from zero_infinity.model_layout import ModelLayout, is_copied, plan_layout
-from zero_infinity.optim.gradient_flow import GradientParts, GradientSettings
 from zero_infinity.optim.gradient_hook import GradientHook
+from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.loss_scale import CastInputs, LossScale, ScaleOutputs
 from zero_infinity.optim.make_training import TrainedParameters, Training, make_collectives, make_training
 from zero_infinity.optim.state_records import make_chunks

@@ -14,53 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch.optim import Optimizer
 
 from zero_infinity._torch import call_after_backward, current_graph_task_id, no_torch_function
 from zero_infinity.errors import TornStepError, UsageError
-from zero_infinity.optim.state_records import Chunk, Segment, StateRecord
+from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.retained_gradients import RetainedGradients
 from zero_infinity.optim.step_history import StepHistory
-from zero_infinity.optim.update_jobs import FreshGradients, UnitUpdate, WholeGradients, part_of
+from zero_infinity.optim.update_jobs import FreshGradients, UnitUpdate, WholeGradients
 from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
 from zero_infinity.params.dtensor import local_gradient
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_state import Pending
-from zero_infinity.params.unit_values import ValueSources
-from zero_infinity.run_trace import BACKWARD, RunTrace
-from zero_infinity.tiers.host_cache import HostCache
-from zero_infinity.tiers.update_worker import UpdateWorker
+from zero_infinity.run_trace import BACKWARD
 from zero_infinity.trace import DEVICE, HOST, Category
 
 _TORN = (
     '\n  fix:   reload a checkpoint or build the model again; update="after_backward" in zi.Config keeps every '
     "update for step()"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class GradientParts:
-    """What the gradient flow works with."""
-
-    host_cache: HostCache
-    update_worker: UpdateWorker
-    sources: ValueSources
-    optimizer: Optimizer
-    records: dict[Unit, StateRecord]
-    run_trace: RunTrace | None
-    download: Callable[[torch.Tensor], torch.Tensor] | None  # from an accelerator to host memory; None on the CPU
-
-
-@dataclass(frozen=True, slots=True)
-class GradientSettings:
-    """How gradients are treated."""
-
-    reserve: int  # bytes for gradients that the update worker has not used yet
-    num_backwards: int  # gradient accumulation: this many make a step
-    early: bool  # update while backward runs, where that is safe
-    norms: bool  # the norm of each gradient is needed in `step()`
 
 
 class GradientFlow:
@@ -78,7 +51,7 @@ class GradientFlow:
         self._download = parts.download
         # With an accelerator the host's cores are free for the update worker.
         self._shares_cores = parts.download is None
-        self._places = _places(parts.records.values())
+        self._retained = RetainedGradients(parts.host_cache, parts.records)
         self._reserve = settings.reserve
         self._num_backwards = settings.num_backwards
         self._early = settings.early
@@ -90,7 +63,6 @@ class GradientFlow:
         self._synchronised = True  # False inside no_sync()
         self._graph_task = -1
         self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
-        self._retained: set[ManagedParameter] = set()
         self._outstanding_bytes = 0
         self._lock = threading.Lock()
         self.norms: dict[ManagedParameter, torch.Tensor] = {}
@@ -138,7 +110,7 @@ class GradientFlow:
             if earlier is not None:
                 flat.add_(earlier)
                 self._release(earlier.nbytes)
-            waiting[parameter] = self._with_retained(parameter, flat)
+            waiting[parameter] = self._retained.take_into(parameter, flat)
             self._update_when_complete(unit)
         else:
             self._retain(parameter, flat)
@@ -218,7 +190,7 @@ class GradientFlow:
                 self._release(flat.nbytes)
             return
         retained = [p for p in unit.parameters if p in self._retained]
-        self._retained.difference_update(retained)
+        self._retained.release(retained)
         self._early_settings = self._early_settings or self._settings()
         self._mark_updated(unit, [*waiting, *retained])
         self._submit(unit, waiting, retained, ())
@@ -256,27 +228,9 @@ class GradientFlow:
     def _retain(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         """Add a gradient into its blocks."""
         if self._norms:
-            flat = self._with_retained(parameter, flat)
+            flat = self._retained.take_into(parameter, flat)
             self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
-        for chunk, segment in self._places[parameter]:
-            part = flat[segment.start : segment.stop]
-            with self._host_cache.writing(chunk.gradient) as memory:
-                kept = part_of(memory, segment, flat.dtype)
-                if parameter in self._retained:
-                    kept.add_(part)
-                else:
-                    kept.copy_(part)
-        self._retained.add(parameter)
-
-    def _with_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
-        """The gradient plus what was retained of earlier ones, which is then forgotten."""
-        if parameter not in self._retained:
-            return flat
-        for chunk, segment in self._places[parameter]:
-            with self._host_cache.reading(chunk.gradient) as memory:
-                flat[segment.start : segment.stop].add_(part_of(memory, segment, flat.dtype))
-        self._retained.discard(parameter)
-        return flat
+        self._retained.add(parameter, flat)
 
     def has(self, parameter: ManagedParameter) -> bool:
         """Whether a gradient of `parameter` waits for step(), or has been used by an update of this cycle."""
@@ -288,18 +242,12 @@ class GradientFlow:
         if parameter not in self._retained:
             return None
         flat = torch.empty(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
-        self._read_retained(parameter, flat)
+        self._retained.read(parameter, flat)
         return flat.as_strided(parameter.shape, parameter.stride)
-
-    def _read_retained(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
-        """Copy what is retained here of a gradient."""
-        for chunk, segment in self._places[parameter]:
-            with self._host_cache.reading(chunk.gradient) as memory:
-                flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Put another gradient in the place of the retained one."""
-        self._retained.discard(parameter)
+        self._retained.release([parameter])
         self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
 
     def drain(self) -> None:
@@ -315,7 +263,7 @@ class GradientFlow:
                 self._release(flat.nbytes)
         self._waiting.clear()
         self.cycle.discarded = self.cycle.discarded or bool(self._retained)
-        self._expire({p.unit for p in self._retained})
+        self._retained.expire(self._retained.units)
         self._retained.clear()
         self.norms.clear()
 
@@ -340,7 +288,7 @@ class GradientFlow:
         """Raise when a step is torn, or has begun and is not finished."""
         if self.torn is not None:
             raise TornStepError(self.torn + _TORN)
-        begun = next((p for p in self._places if self.has(p)), None)
+        begun = next((p for p in self._retained.trained if self.has(p)), None)
         if begun is not None:
             raise UsageError(
                 f"{begun.name!r} has a gradient that waits for optimizer.step(): the middle of a step cannot be "
@@ -356,11 +304,6 @@ class GradientFlow:
         self.torn = None
         self.discard()
         self.seen.clear()
-
-    def _expire(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            for chunk in self._records[unit].gradient_chunks:
-                self._host_cache.expire(chunk.gradient)
 
     # ------------------------------------------------------------------ the step
 
@@ -405,7 +348,7 @@ class GradientFlow:
 
     def _in_next_order(self) -> list[Unit]:
         """Units with gradients, first those that the next forward will read first."""
-        return self._in_order({*self._waiting, *(p.unit for p in self._retained)})
+        return self._in_order({*self._waiting, *self._retained.units})
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
         first = [unit for unit in self.cycle.read_order if unit in units]
@@ -482,14 +425,3 @@ class GradientFlow:
 def room_for(unit: Unit) -> str:
     """What is waited for when gradients take all that is set aside for them."""
     return f"{unit.name}: room for its gradient"
-
-
-def _places(records: Iterable[StateRecord]) -> dict[ManagedParameter, list[tuple[Chunk, Segment]]]:
-    places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
-    for record in records:
-        for parameter in record.state_names:
-            places[parameter] = []  # another rank may have all of it
-        for chunk in record.gradient_chunks:
-            for segment in chunk.segments:
-                places[segment.parameter].append((chunk, segment))
-    return places

@@ -11,7 +11,8 @@ from torch import nn
 from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channels import Channels
 from zero_infinity.comm.reduce_scatter import ReduceScatter
-from zero_infinity.optim.gradient_flow import GradientFlow, GradientParts, GradientSettings
+from zero_infinity.optim.gradient_flow import GradientFlow
+from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.loss_scale import LossScale
 from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
 from zero_infinity.optim.optimizer_state_io import OptimizerStateIO

@@ -23,7 +23,8 @@ from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
-from zero_infinity.optim.gradient_flow import GradientFlow, GradientParts, GradientSettings, room_for
+from zero_infinity.optim.gradient_flow import GradientFlow, room_for
+from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.update_jobs import RetainGradients, part_of
 from zero_infinity.params.moe_routing import ExpertRouting
@@ -195,7 +196,7 @@ class ShardedGradients(GradientFlow):
             pieces = {parameter.offset: flat for parameter, flat in flats.items()}
             asked.append(LocalGradients(unit.shards, _sum_dtype(unit), pieces))
             if self._keeps_whole:
-                self._expire([unit])
+                self._retained.expire([unit])
         with self._lock:
             self._submitted_bytes += num_bytes
         results = self._reduce_scatter.submit(topic, asked, lambda: self._summed(num_bytes))
@@ -206,8 +207,8 @@ class ShardedGradients(GradientFlow):
         """A retained gradient, whole and of this rank alone, which is then forgotten."""
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
         self._make_room(flat.nbytes, parameter.unit)
-        self._read_retained(parameter, flat)
-        self._retained.discard(parameter)
+        self._retained.read(parameter, flat)
+        self._retained.release([parameter])
         self._unsummed.discard(parameter)
         return flat
 
@@ -216,7 +217,7 @@ class ShardedGradients(GradientFlow):
         early = self._may_update_early(unit) and self._has_fired(unit)
         if early and not unit.is_saved and not self._sources.of(unit).aliased(unit):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
-            self._retained.difference_update(retained)
+            self._retained.release(retained)
             self._early_settings = self._early_settings or self._settings()
             self._mark_updated(unit, [*reduced.parameters, *retained])
             self._update(unit, reduced, [*dict.fromkeys([*reduced.parameters, *retained])], retained, (), _nothing)
@@ -236,7 +237,7 @@ class ShardedGradients(GradientFlow):
             self._host_cache.store.hold(chunk.gradient)
         job = RetainGradients(record, reduced, frozenset(self._retained), self._squares, _nothing)
         self._update_worker.submit(job, is_shared=self._shares_cores)
-        self._retained.update(reduced.parameters)
+        self._retained.note(reduced.parameters)
 
     # ------------------------------------------------------------------ the step
 
@@ -263,7 +264,7 @@ class ShardedGradients(GradientFlow):
 
     def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
         held, self._held = self._held, {}
-        for unit in self._in_order({*held, *(p.unit for p in self._retained)}):
+        for unit in self._in_order({*held, *self._retained.units}):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
             if unit in held:
                 self._update(unit, held[unit], held[unit].parameters, [], factors, _nothing)
@@ -310,7 +311,7 @@ class ShardedGradients(GradientFlow):
         if parameter not in self._retained:
             return None
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
-        self._read_retained(parameter, flat)
+        self._retained.read(parameter, flat)
         if parameter.unit.is_updated_in_parts:
             topic = Topic("gradient gather", _GRADIENT, parameter.name)
             self._channel.agree(topic)
@@ -324,7 +325,7 @@ class ShardedGradients(GradientFlow):
                 if segment.parameter is parameter:
                     with self._host_cache.writing(chunk.gradient) as memory:
                         part_of(memory, segment, flat.dtype).copy_(flat[segment.start : segment.stop])
-        self._retained.add(parameter)
+        self._retained.note([parameter])
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
         """As the model lists them: what was read, and when, may differ between ranks."""

@@ -29,7 +29,7 @@ class SpareBytes:
         self.num_bytes = num_bytes
 
 
-class BlockMover:
+class HostMover:
     """Moves blocks between their home on NVMe and the buffers of the block store."""
 
     def __init__(self, store: BlockStore) -> None:
@@ -75,7 +75,7 @@ class HostCache(Tier[Block]):
         budget: int,
         lookahead: int,
     ) -> None:
-        super().__init__(BlockMover(store), compute_thread, make_policy, budget, lookahead)
+        super().__init__(HostMover(store), compute_thread, make_policy, budget, lookahead)
         self.store = store
 
     def add(self, block: Block) -> None:

@@ -1,0 +1,39 @@
+"""What a gradient flow is made of, and how it treats gradients. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from zero_infinity.optim.state_records import StateRecord
+from zero_infinity.params.unit import Unit
+from zero_infinity.params.unit_values import ValueSources
+from zero_infinity.run_trace import RunTrace
+from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.update_worker import UpdateWorker
+
+
+@dataclass(frozen=True, slots=True)
+class GradientParts:
+    """What the gradient flow works with."""
+
+    host_cache: HostCache
+    update_worker: UpdateWorker
+    sources: ValueSources
+    optimizer: Optimizer
+    records: dict[Unit, StateRecord]
+    run_trace: RunTrace | None
+    download: Callable[[torch.Tensor], torch.Tensor] | None  # from an accelerator to host memory; None on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSettings:
+    """How gradients are treated."""
+
+    reserve: int  # bytes for gradients that the update worker has not used yet
+    num_backwards: int  # gradient accumulation: this many make a step
+    early: bool  # update while backward runs, where that is safe
+    norms: bool  # the norm of each gradient is needed in `step()`
