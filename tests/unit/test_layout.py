@@ -57,12 +57,14 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "models/hugging_face.py": "cli/test_config_model.py",
     "optim/clipping.py": "equivalence/test_training_loops.py",
     "optim/gradient_flow.py": "equivalence/test_training_loops.py",
+    "optim/gradient_parts.py": "equivalence/test_training_loops.py",
     "optim/gradient_hook.py": "equivalence/test_parameter_operations.py",
     "optim/loss_scale.py": "equivalence/test_precision.py",
     "optim/make_training.py": "equivalence/test_models.py",
     "optim/optimizer_state_dict.py": "equivalence/test_optimizers.py",
     "optim/optimizer_state_io.py": "equivalence/test_optimizers.py",
     "optim/resident_params.py": "equivalence/test_parameter_operations.py",
+    "optim/retained_gradients.py": "equivalence/test_training_loops.py",
     "optim/sharded_gradients.py": "multirank/test_options_over_ranks.py",
     "optim/training_observer.py": "equivalence/test_trace_of_a_run.py",
     "optim/training_step.py": "equivalence/test_training_loops.py",
@@ -92,9 +94,9 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "tiling/tiled_init.py": "equivalence/test_deferred_init_in_tiles.py",
     "tiling/tiled_ops.py": "equivalence/test_tiling.py",
 }
-LONG_FILES: set[str] = {"optim/gradient_flow.py"}
+LONG_FILES: set[str] = set()
 MANY_ARGUMENTS: set[str] = set()
-SAME_NAMES: set[str] = {"BlockMover"}
+SAME_NAMES: set[str] = set()
 
 
 @cache
