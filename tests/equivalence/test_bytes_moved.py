@@ -26,7 +26,7 @@ class Plan:
     def __init__(self, engine: TrainingEngine) -> None:
         self.reads = self.writes = 0
         host_cache = engine.host_cache
-        blocks = host_cache._blocks
+        blocks = host_cache._entries
         changed = {key for key, block in blocks.items() if block.dirty}
         decide, hold = host_cache.policy.access, engine.store.hold
 

@@ -256,6 +256,6 @@ def _count(rank: int, depth: int, settings: dict[str, Any]) -> dict[str, Any]:
         zi.synchronize(model)
         torch.distributed.barrier()
         seen.append(zi.stats(model))
-    buckets = engine_of(model).gradients._reducer._buckets.values()  # type: ignore[attr-defined]
+    buckets = engine_of(model).gradients._reduce_scatter._buckets.values()  # type: ignore[attr-defined]
     sent = {kind: total - seen[-2].sent_bytes[kind] for kind, total in seen[-1].sent_bytes.items()}
     return {"sent": sent, "stats": seen[-1], "buckets": sum(t.nbytes for pair in buckets for t in pair)}
