@@ -27,7 +27,9 @@ def watch(model: nn.Module) -> RoutingWatch:
             number=number,
         )
         owners[module] = unit.parameters
-    return RoutingWatch(model, owners)
+    made = RoutingWatch(model, owners)
+    made.start()
+    return made
 
 
 def rows(num_rows: int = 6) -> torch.Tensor:
