@@ -31,7 +31,7 @@ from zero_infinity.trace import RANKS, Category, Trace
 _AGREEMENT, _DATA, _CUT = 0, 1, 2  # message tags
 _AT_ONCE = timedelta(milliseconds=1)
 # How long the threads of a rank may take to notice the same divergence.
-_PARTED_SECONDS = 1.0
+_DIVERGENCE_SECONDS = 1.0
 # How long a thread that was told to end may take to finish its current exchange.
 _GRACE_SECONDS = 3.0
 
@@ -241,9 +241,9 @@ class Channel:
     def _lost(self, rank: int, name: str, error: RuntimeError) -> BaseException:
         # A rank that detects a divergence closes its connections. Then the divergence is the real cause, and another
         # thread of this rank knows about it or is about to.
-        deadline = time.monotonic() + _PARTED_SECONDS
+        deadline = time.monotonic() + _DIVERGENCE_SECONDS
         while not self._directory.divergences and time.monotonic() < deadline:
-            time.sleep(_PARTED_SECONDS / 100)
+            time.sleep(_DIVERGENCE_SECONDS / 100)
         divergence = next(iter(self._directory.divergences.values()), None)
         if divergence is not None:
             return again(divergence)

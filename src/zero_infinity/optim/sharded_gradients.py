@@ -152,7 +152,7 @@ class ShardedGradients(GradientFlow):
             if any(has):
                 wanted.setdefault(parameter.unit, []).append(parameter)
                 if not all(has) and parameter.unit not in self._late:
-                    raise _parted(parameter, has)
+                    raise _divergence(parameter, has)
         if wanted and self._keeps_whole:
             # One at a time: all of them together may exceed the reserve.
             for unit in self._in_order(wanted):
@@ -332,7 +332,7 @@ class ShardedGradients(GradientFlow):
         return [unit for unit in self._records if unit in units]
 
 
-def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
+def _divergence(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
     with_it, without = ([rank for rank, one in enumerate(has) if one is wanted] for wanted in (True, False))
     return DivergenceError(
         f"ranks diverged: {parameter.name!r} has a gradient on {_listed(with_it)} and none on {_listed(without)}\n"
