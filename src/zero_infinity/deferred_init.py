@@ -145,7 +145,7 @@ class DeferredInit:
             module_hooks.attach_state_hooks(module, self.parameter_store.state_dicts)
 
     def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-        """Split it as `prepare` would; None if it stays whole (by default, if it takes up to half of the memory)."""
+        """Return rows per tile, as in `prepare`; None if it stays whole (by default: up to half of the memory)."""
         config = self.parameter_store.config
         if name != "weight" or not is_tileable(module, parameter):
             return None

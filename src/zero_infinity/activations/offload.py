@@ -214,7 +214,7 @@ def _bytes_of(root: torch.Tensor, extent: Span) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if it is a plain strided tensor with its own memory."""
+    """True if it is an ordinary strided tensor: no subclass, parameter, meta or inference tensor."""
     if type(tensor) is not torch.Tensor or isinstance(tensor, nn.Parameter) or is_func_tensor(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

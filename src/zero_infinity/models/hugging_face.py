@@ -58,8 +58,8 @@ class HuggingFaceConfig:
         return None
 
     def build(self, *, without_memory: bool = False) -> nn.Module:
-        """Return the model; `without_memory`: with meta tensors, which no initialisation may read."""
-        # On the meta device, experts run in 16 bits only.
+        """Return the model; `without_memory`: for tensors without memory, which no initialisation can read."""
+        # Without memory, experts run in 16 bits only.
         settings = {"dtype": torch.bfloat16} if without_memory and part_of_experts(self) < 1 else {}
         with _uninitialised() if without_memory else nullcontext():
             model: nn.Module = self.model_class._from_config(self.settings, **settings)

@@ -13,9 +13,9 @@ It knows nothing of time, threads, torch or files: the same accesses give the sa
 simulator. Its accounting is *logical*: a block is in memory from the decision to fetch it to the decision to evict it.
 An executor that carries out the decisions in order never needs more than the budget.
 
-If an access differs from the recorded order, the policy continues at the nearest occurrence of the block ahead
-(something was skipped), and keeps its position if there is none ahead (something is repeated, or comes late). At the
-end of the cycle the newly recorded order replaces the old one.
+If an access differs from the recorded order, the policy jumps to the block's nearest occurrence in the order if that is
+ahead (something was skipped), and keeps its position if it is behind (something is repeated, or comes late). At the end
+of the cycle the newly recorded order replaces the old one.
 
 The cost of an access does not grow with the model: the window slides along with the clock, so a block is visited once
 when it enters the window and once when it is used. Only a jump visits everything that was skipped.
@@ -331,7 +331,7 @@ class CachePolicy:
         self._next_use.pop(block, None)
         self.cached_bytes -= self._sizes[block]
         if self._window[block]:
-            # The accesses after its next use leave the window until it is back.
+            # The window ends before its next use until it is fetched again.
             upcoming = self._upcoming_use(block)
             while self._window_end > upcoming:
                 self._window_end -= 1

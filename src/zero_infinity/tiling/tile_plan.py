@@ -103,7 +103,7 @@ def _does_with_tiles(module: nn.Module) -> bool:
     if forward is nn.Linear.forward:
         return not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if forward is nn.Embedding.forward:
-        # An embedding that is being built does not have the last attribute yet.
+        # `sparse` is not set yet while an embedding is being constructed.
         is_sparse = module.__dict__.get("sparse", False)
         return isinstance(module, nn.Embedding) and module.max_norm is None and not is_sparse
     transformers = sys.modules.get("transformers.pytorch_utils")  # slow to import, and may not be installed
