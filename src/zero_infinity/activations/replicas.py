@@ -61,8 +61,8 @@ class Replicas:
 def fingerprint(data: torch.Tensor) -> int:
     """Return a checksum that, except by chance, differs for different bytes or a different order.
 
-    Sums over rows and over columns, each weighted by its place: it takes no memory beside, on any device. The weights
-    of rows are odd and those of columns even, so the factor of each word is odd: a change in one word always shows.
+    Sums over rows and over columns, each weighted by position. Needs no extra memory on any device. The weights of rows
+    are odd and those of columns even, so the factor of each word is odd: a change in one word always shows.
     """
     num_words = len(data) // 8
     words = data[: num_words * 8].view(torch.int64)

@@ -246,7 +246,7 @@ class GradientFlow:
         return flat.as_strided(parameter.shape, parameter.stride)
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        """Put another gradient in the place of the retained one."""
+        """Replace the retained gradient."""
         self._retained.release([parameter])
         self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
 
@@ -347,7 +347,7 @@ class GradientFlow:
         self._end_cycle()
 
     def _in_next_order(self) -> list[Unit]:
-        """Units with gradients, first those that the next forward will read first."""
+        """Return the units with gradients, in the order in which the next forward reads them."""
         return self._in_order({*self._waiting, *self._retained.units})
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
