@@ -47,7 +47,7 @@ class RetainedGradients:
         self._parameters.update(parameters)
 
     def release(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Drop gradients that a submitted update uses."""
+        """Drop these gradients: a submitted update uses them, or they are replaced."""
         self._parameters.difference_update(parameters)
 
     def add(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
