@@ -27,7 +27,9 @@ def watch(model: nn.Module) -> RoutingWatch:
             number=number,
         )
         owners[module] = unit.parameters
-    return RoutingWatch(model, owners)
+    watched = RoutingWatch(model, owners)
+    watched.start()
+    return watched
 
 
 def rows(num_rows: int = 6) -> torch.Tensor:
