@@ -1,11 +1,11 @@
-"""`zi.init`: a model that never exists whole, not even while it is built.
+"""`zi.init`: builds a model whose parameters move into blocks layer by layer, so it is never whole in memory.
 
-Every parameter that a module registers is noted. When the next module but one registers its first, those noted are
-moved into blocks and offloaded. (Not sooner: nn.MultiheadAttention registers a bias after its inner projection's.)
-A layer that takes more than half of the memory is cut into tiles as soon as its weight is registered, before
-anything was written there: so it is never whole, and `nn.init` fills it tile by tile (`tiling/tiled_init.py`).
-Whatever the constructor does to them afterwards (tying, a second initialisation over all modules at the end) goes
-through the safety net, so that the values are those of a plain construction with the same seed.
+Every parameter that a module registers is recorded. When the next module but one registers its first parameter, the
+recorded ones are moved into blocks and offloaded. (Not sooner: nn.MultiheadAttention registers a bias after its inner
+projection's.) A layer that takes more than half of the memory is split into tiles as soon as its weight is registered,
+before it has values: so it is never whole, and `nn.init` fills it tile by tile (`tiling/tiled_init.py`). Later accesses
+of the constructor (tying, a second initialisation of all modules at the end) go through `OffloadedParameter`, so the
+values are those of a plain construction with the same seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zero_infinity.tiling.tile_plan import Tiling, cut, is_tileable
 from zero_infinity.tiling.tiled_ops import TiledWeight
 from zero_infinity.units import format_bytes, suggest_bytes
 
-# Constructions that are under way, the innermost last: only that one takes parameters.
+# Constructions in progress, the innermost last: only that one takes parameters.
 _under_way: list[DeferredInit] = []
 
 
@@ -50,18 +50,18 @@ class DeferredInit:
 
     def __init__(self, config: Config, ranks: RankGroup | None, parts: EngineParts = DEFAULT_PARTS) -> None:
         self.parameter_store = ParameterStore(config, ranks, budget_of(config, ranks), parts)
-        self.is_finished = False  # a model of it is prepared
-        self._cache: DeviceCache | None = None  # of whole units, when each rank stores a shard
+        self.is_finished = False  # one of its models is prepared
+        self._cache: DeviceCache | None = None  # of unsharded units, where each rank stores a shard
         self._gathered: CopiedValues | None = None
         self._open: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._budget = self.parameter_store.store.pool.budget  # for blocks
-        self._common_budget = self._budget  # of the rank that has least: all have to cut alike
+        self._common_budget = self._budget  # the smallest of all ranks: all must split layers alike
         store = self.parameter_store
         self._sources = store.sources
         access = UnitAccess(store.compute_thread, self._sources, store.storages, self)
         self._unsharder = Unsharder(self, access, SavedTensorHooks(access))
         self._materializer = Materializer(access, store.host_cache, store.store.pool.take, SpareBytes(0), self._budget)
-        self._gather_bytes = 0  # for whole units
+        self._gather_bytes = 0  # for unsharded units
         self._resident_bytes = 0
         self._untrimmed_bytes = 0
 
@@ -70,9 +70,9 @@ class DeferredInit:
         ranks = self.parameter_store.ranks
         if ranks is not None:
             self._common_budget = ranks.smallest("the memory of zi.init", self._budget)
-            # Each rank makes every value and keeps its part: so all have to draw the same.
+            # Each rank computes every value and keeps its shard, so all ranks must draw the same random numbers.
             ranks.all_same(
-                "the random state before zi.init", _random_state(), "torch.manual_seed(...) alike on every rank"
+                "the random state before zi.init", _random_state(), "same torch.manual_seed(...) on every rank"
             )
             if self.parameter_store.sharding.stage == 3:
                 self._cache = self._make_cache(ranks)
@@ -81,8 +81,8 @@ class DeferredInit:
         _under_way.remove(self)
 
     def _make_cache(self, ranks: RankGroup) -> DeviceCache:
-        """Whole units, for constructors that look at a layer after it was cut into parts."""
-        # The same on every rank: what is gathered again depends on it.
+        """Unsharded units, for constructors that access a layer after it was sharded."""
+        # The same on every rank, because it decides what is gathered again.
         budget = self._gather_bytes = room_while_building(self._common_budget)
         self.parameter_store.store.pool.charge(budget)
         self._budget -= budget
@@ -100,7 +100,7 @@ class DeferredInit:
         return cache
 
     def finish(self) -> None:
-        """A model is about to be prepared: give back what only the construction needed."""
+        """A model is about to be prepared: release what only the construction needed."""
         self.is_finished = True
         self._materializer.write_home()
         if self._cache is not None:
@@ -110,13 +110,13 @@ class DeferredInit:
     # ------------------------------------------------------------------ the owner and observer of its parameters
 
     def on_read(self, unit: Unit) -> None:
-        """Reads have no order before training."""
+        """Nothing to do: reads have no order before training."""
 
     def on_edit(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
-        """There are no master copies before training."""
+        """Nothing to do: there are no master weights before training."""
 
     def on_copy(self, original: ManagedParameter, copy: nn.Parameter) -> None:
-        """Layers are often made by copying the first: a copy is never registered, but goes the same way."""
+        """Layers are often made by copying the first one: a copy is never registered, but is offloaded the same way."""
         if self not in _under_way:
             return
         if original.tiles:
@@ -125,7 +125,7 @@ class DeferredInit:
             self._move_in(original.unit.name, [(original.name, copy)], copy.dtype)
 
     def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """There are none before training."""
+        """Nothing to do: there are no gradients before training."""
         return nullcontext()
 
     # ------------------------------------------------------------------ registrations
@@ -145,7 +145,7 @@ class DeferredInit:
             module_hooks.attach_state_hooks(module, self.parameter_store.state_dicts)
 
     def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-        """As `prepare` would cut it; None for what stays whole, by default what takes up to half of the memory."""
+        """Return rows per tile, as in `prepare`; None if it stays whole (by default: up to half of the memory)."""
         config = self.parameter_store.config
         if name != "weight" or not is_tileable(module, parameter):
             return None
@@ -177,7 +177,7 @@ class DeferredInit:
         self.parameter_store.offload(whole.tiles[0].unit, self._unsharder)
 
     def registered(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
-        """A module has got a child, which is complete: also one that was copied, and never registered parameters."""
+        """A module got a complete child, possibly a copied one that never registered parameters."""
         if child is None or _under_way[-1] is not self:
             return
         for module in child.modules():
@@ -192,7 +192,7 @@ class DeferredInit:
             self._close(module, parameters)
 
     def close(self) -> None:
-        """Move in what is noted."""
+        """Move in the recorded parameters."""
         noted, self._open = self._open, {}
         for module, parameters in noted.items():
             self._close(module, parameters)
@@ -205,7 +205,7 @@ class DeferredInit:
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         own = own_parameters(module)
         for name, parameter in parameters.items():
-            # It may have been replaced meanwhile, or be managed by now under another name.
+            # It may have been replaced in the meantime, or be managed under another name.
             if own.get(name) is parameter and offloaded_param.managed(parameter) is None:
                 by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
         for dtype, members in by_dtype.items():
@@ -226,7 +226,7 @@ class DeferredInit:
         self.parameter_store.offload(unit, self._unsharder)
 
     def _take_in(self, unit: Unit) -> None:
-        """Give a unit its block, and the block its values."""
+        """Create a unit's block and fill it with values."""
         self.parameter_store.num_units += 1
         nvme, budget = bool(self.parameter_store.config.nvme), self._budget
         size = round_up(unit.stored_bytes)

@@ -1,4 +1,4 @@
-"""The engine's own tensors are ordinary ones, wherever in the user's code it has been called from."""
+"""Disables the user's torch modes inside the engine, so that its own tensors are ordinary ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_infinity._torch import inside_func_transform, inside_mode, no_func_tra
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """In here the user's inference_mode, torch.func transform, FakeTensorMode or default device does not count."""
+    """Ignores the user's inference_mode, torch.func transform, FakeTensorMode and default device inside."""
     if not inside_func_transform() and not inside_mode() and not torch.is_inference_mode_enabled():
         yield
         return

@@ -1,7 +1,7 @@
-"""One prepared model: the parts put together, and what can be asked of the whole.
+"""The engine of one prepared model: composes the parts and exposes steps, checkpoints and stats.
 
-The engine composes; what it is made of does the work. Several engines live side by side in one process; there are no
-globals. An engine ends with its model: when that is collected, or the process ends, its threads, memory and swap files
+The engine only composes; its parts do the work. Several engines can exist in one process; there are no globals. An
+engine ends with its model: when the model is garbage-collected, or the process ends, its threads, memory and swap files
 are released.
 """
 
@@ -68,12 +68,12 @@ class TrainingEngine:
         self.loss_scale, self._step = training.loss_scale, training.step
         self.activations, self.cache = self._built.activations, self._built.cache
         model.__dict__["zero_grad"] = ZeroGradients(model, self)
-        self.parameter_store.closers.append(self.background_save.close)  # before anything that it uses
+        self.parameter_store.closers.append(self.background_save.close)  # closed before everything that it uses
 
     # ------------------------------------------------------------------ the owner of the parameters
 
     def on_copy(self, original: ManagedParameter, copy: nn.Parameter) -> None:
-        """A copy of a prepared parameter is a plain one."""
+        """Nothing to do: a copy of a prepared parameter is a plain one."""
 
     def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:
         """Inside, retained gradients are in `.grad` of the unsharded parameters; changes are kept."""
@@ -87,11 +87,11 @@ class TrainingEngine:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The global gradient norm of the last step, when `max_grad_norm` is set."""
+        """The global gradient norm of the last step, if `max_grad_norm` is set."""
         return self._step.grad_norm
 
     def step(self) -> None:
-        """Update with what is left of the gradients."""
+        """Update with the remaining gradients."""
         self._built.unsharder.access.check_process()
         run_trace = self._run_trace
         if run_trace is not None:
@@ -112,7 +112,7 @@ class TrainingEngine:
         self.go_on_from(self._num_steps + 1)
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
-        """Forget gradients that no update was submitted for; or set those that there have been to zero."""
+        """Drop gradients for which no update was submitted, or set those that existed to zero."""
         self._built.unsharder.access.check_process()
         with held():
             self._step.discard_gradients(set_to_none=set_to_none)
@@ -122,11 +122,11 @@ class TrainingEngine:
         return self._step.clip_now(parameters, max_norm)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Backwards in here only accumulate."""
+        """Backward passes inside this context only accumulate gradients."""
         return self.gradients.accumulating()
 
     def settle(self) -> None:
-        """Wait until every update that was submitted is done and no byte is on its way."""
+        """Wait until every submitted update is done and no transfer is in flight."""
         self.parameter_store.update_worker.drain()
         self.gradients.drain()
         if self.cache is not None:
@@ -137,7 +137,7 @@ class TrainingEngine:
 
     @property
     def step_channel(self) -> Channel | None:
-        """To the other ranks, for the thread that computes."""
+        """The compute thread's channel to the other ranks."""
         return self._built.channels.steps if self._built.channels is not None else None
 
     @property
@@ -146,15 +146,15 @@ class TrainingEngine:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of the host cache that training can do without."""
+        """Bytes of the host cache that training does not need."""
         return self.division.cache - self.division.least
 
     def staging(self) -> AbstractContextManager[int]:
-        """Bytes for checkpoint I/O between two steps, when the gradients' staging buffers are idle."""
+        """Bytes for checkpoint I/O between two steps, which reuses the idle gradient staging buffers."""
         return nullcontext(self.division.set_aside)
 
     def rest(self) -> None:
-        """Wait until nothing is under way and every block holds what its users see; between two steps only."""
+        """Wait until nothing is in flight and every block holds the current values; between two steps only."""
         self.gradients.check_between_steps()
         self.settle()
         for source in self._sources():
@@ -166,12 +166,12 @@ class TrainingEngine:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Inside, every value and state is replaced. A failure leaves neither the old ones nor the new ones: torn."""
+        """Inside, every value and state is replaced. A failure leaves a mix of old and new ones: a torn step."""
         self.gradients.restart()
         self.settle()
         for unit in self._all_units():
             self.parameter_store.sources.of(unit).updated(unit)
-        self.host_cache.end_cycle(same_order=False)  # what a step would use next need not be fetched
+        self.host_cache.end_cycle(same_order=False)  # do not prefetch for a next step
         with self.gradients.torn_unless_finished("loading a checkpoint failed half-way: some values are old, some new"):
             yield
         for managed in self._layout.managed.values():
@@ -183,7 +183,7 @@ class TrainingEngine:
         self.host_cache.end_cycle(same_order=False)
 
     def go_on_from(self, num_steps: int) -> None:
-        """This many steps have been taken."""
+        """Set the number of steps taken."""
         self._num_steps = num_steps
         if self.ranks is not None:
             self.ranks.steps_taken(num_steps)
@@ -191,12 +191,12 @@ class TrainingEngine:
     # ------------------------------------------------------------------ reports
 
     def write_trace(self) -> None:
-        """Write what was recorded so far, if a trace is wanted."""
+        """Write the events recorded so far, if tracing is on."""
         if self._run_trace is not None:
             self._run_trace.write()
 
     def stats(self) -> Stats:
-        """What is held and what was done so far."""
+        """Return what is held and what was done so far."""
         self._built.unsharder.access.check_process()
         groups = [group for group in (self.ranks, self._replicas) if group is not None]
         return collect_stats(
@@ -210,7 +210,7 @@ class TrainingEngine:
     # ------------------------------------------------------------------ inside
 
     def _all_units(self) -> list[Unit]:
-        """Also those that are put together from tiles, these first."""
+        """All units, including those that are materialized from tiles, which come first."""
         return [*(whole.unit for whole in self._layout.tiled), *self.units]
 
     def _sources(self) -> Sequence[UnitValues]:

@@ -1,7 +1,7 @@
-"""Builds the engine of one model, in an order that leaves the model plain when anything fails.
+"""Builds the engine of one model, in an order that leaves the model unchanged if anything fails.
 
-First everything that can fail because of a user's mistake is checked, before any data moves; then room is reserved,
-ranks connect, and values move into blocks. The last thing is to offload the parameters.
+First, everything that a user error can break is checked, before any data moves; then memory is reserved, ranks connect,
+and values move into blocks. The parameters are offloaded last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BuiltEngine:
 
 
 class EngineBuilder:
-    """Plans a model's layout when it is made, and builds the engine's parts from it."""
+    """Plans a model's layout when constructed, and builds the engine's parts from it."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class EngineBuilder:
             trace.set_title(self._title())
 
     def build(self, owner: ParameterOwner) -> BuiltEngine:
-        """The engine's parts; from then on the model's parameters are `owner`'s."""
+        """Return the engine's parts; from then on `owner` owns the model's parameters."""
         try:
             with self._environment.agreed("zi.prepare (swap space)"):
                 self._divide()
@@ -101,7 +101,7 @@ class EngineBuilder:
                 routing = self._make_routing(channels)
                 built = self._move_in(owner, channels, activations, routing)
         except BaseException:
-            # Nothing was offloaded yet: with the store gone the model is as plain as before.
+            # Nothing is offloaded yet: without the store, the model is plain again.
             self.parameter_store.close()
             raise
         self._attach(built, routing)
@@ -117,27 +117,27 @@ class EngineBuilder:
         recomputed = recompute.find_blocks(model, self._config)
         if self._replicas is not None and not recomputed:
             raise UsageError(
-                "activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
+                "activation_group= splits the inputs of recomputed blocks, but no block is recomputed\n"
                 "  fix:   checkpoint_activations=True in zi.Config"
             )
         return recomputed
 
     def _find_store(self, parts: EngineParts) -> ParameterStore:
-        """The store of a model from `zi.init`, else a new one."""
+        """Return the store of a model built by `zi.init`, else a new one."""
         for owner in self.layout.built_by:
             return owner.parameter_store
         return ParameterStore(self._config, self.ranks, self._environment.budget, parts)
 
     def _title(self) -> str:
-        """Of a trace."""
+        """The title of a trace."""
         num_parameters = format_count(sum(p.num_elements for p in self.layout.managed.values()))
         rank = f", rank {self.ranks.rank} of {self.ranks.num_ranks}" if self.ranks is not None else ""
         return f"{type(self._model).__name__}: {num_parameters} parameters{rank}"
 
-    # ------------------------------------------------------------------ room and connections
+    # ------------------------------------------------------------------ memory and connections
 
     def _divide(self) -> None:
-        """Set apart what is not for the host tier's blocks, and reserve room on NVMe."""
+        """Subtract what is not for the host tier's blocks, and reserve space on NVMe."""
         store, division = self.parameter_store, self.layout.placement
         for owner in self.layout.built_by:
             if isinstance(owner, DeferredInit):
@@ -193,7 +193,7 @@ class EngineBuilder:
             if not unit.is_stored:
                 store.add(unit, home)
         self._serve_copies(cache)
-        store.closers.append(store.update_worker.close)  # before the copies, which may wait for an update
+        store.closers.append(store.update_worker.close)  # closed before the copies, which may wait for an update
         self._make_chunks()
         training = self._make_training(channels, cache, routing)
         access = UnitAccess(store.compute_thread, store.sources, store.storages, training.observer)
@@ -204,9 +204,7 @@ class EngineBuilder:
         for unit in new_units:
             store.fill(unit)
         training.states.take_states()
-        lazy_logits = (
-            training.loss_scale is None
-        )  # a loss is scaled through the model's outputs, which have to be there
+        lazy_logits = training.loss_scale is None  # a loss is scaled through the model's outputs, so it needs them
         attach_tiles(
             layout.tiled, unsharder, self._materializer(access, cache), training.gradients, lazy_logits=lazy_logits
         )
@@ -223,10 +221,10 @@ class EngineBuilder:
         return BuiltEngine(channels, cache, activations, training, unsharder)
 
     def _spread_values(self, channels: Channels | None) -> None:
-        """All ranks start with the values of the first."""
+        """Broadcast the values of rank 0."""
         if channels is None:
             return
-        topic = Topic("start", START, "the values to start with")
+        topic = Topic("start", START, "the initial values")
         plain = [local_of(p.detach()) for p in self.layout.managed if offloaded_param.managed(p) is None]
         for tensor in [*plain, *map(local_of, self._model.buffers())]:
             channels.steps.spread(topic, tensor)
@@ -251,7 +249,7 @@ class EngineBuilder:
         return cache
 
     def _serve_copies(self, cache: DeviceCache | None) -> None:
-        """Let modules see copies of the units that they cannot use as they are stored."""
+        """Let modules use copies of units that they cannot use in their stored form."""
         if cache is None:
             return
         copied = CopiedValues(cache)
@@ -329,7 +327,7 @@ class EngineBuilder:
     # ------------------------------------------------------------------ hooks
 
     def _attach(self, built: BuiltEngine, routing: ExpertRouting | None) -> None:
-        """From here on, every read, change and gradient is seen."""
+        """From here on, every read, change and gradient is observed."""
         model, layout, training = self._model, self.layout, built.training
         for managed in layout.managed.values():
             offloaded_param.adopt(managed, built.unsharder)

@@ -1,4 +1,4 @@
-"""The parts of an engine that can be replaced: what a benchmark slows down or leaves out, and what a test breaks.
+"""The replaceable parts of an engine, for benchmarks that slow or omit a part and tests that break one.
 
 These are not settings. Training uses the defaults, and `zi.prepare` and `zi.init` do not take them; their internal
 forms `api.prepare_with` and `api.init_with` do.
@@ -30,8 +30,8 @@ class EngineParts:
     """Factories of one engine's parts."""
 
     make_device: Callable[[Sequence[Path]], SwapDevice] = FileDevice  # swap space in the directories of `nvme`
-    make_policy: PolicyFactory = CachePolicy  # of host memory, and of copies at the place of computation
-    make_traffic: Callable[[], Traffic] = Traffic  # told of everything that this rank sends, after it is sent
+    make_policy: PolicyFactory = CachePolicy  # of host memory, and of copies on the compute device
+    make_traffic: Callable[[], Traffic] = Traffic  # counts everything that this rank has sent
 
 
 DEFAULT_PARTS = EngineParts()

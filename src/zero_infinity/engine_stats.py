@@ -1,4 +1,4 @@
-"""What a prepared model has done so far, in numbers."""
+"""Counters of a prepared model: bytes held, bytes moved, waiting times."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class Stats:
 
     num_steps: int
     num_parameters: int
-    state_bytes: int  # parameters, optimizer states and master copies: what has to live somewhere
+    state_bytes: int  # parameters, optimizer states and master weights
     memory_budget: int
     memory_held: int
     memory_peak: int
     swap_bytes: int  # reserved on NVMe
     bytes_read: int  # from NVMe
-    bytes_written: int  # to NVMe: what wears the drive
+    bytes_written: int  # to NVMe: this wears the drive
     read_requests: int
     write_requests: int
-    waited_seconds: float  # time that the training thread stood still for a block or for the worker
-    io_busy_seconds: float  # time with at least one request at a drive
-    num_deviations: int  # accesses that came in another order than recorded
-    pending_updates: int  # updates that the worker has not finished yet
-    # What this rank has at home, by kind, and what it sets aside for exchanges.
+    waited_seconds: float  # time that the compute thread waited for a block or for the update worker
+    io_busy_seconds: float  # time with at least one request in flight
+    num_deviations: int  # accesses out of the recorded order
+    pending_updates: int  # that the worker has not finished yet
+    # What this rank stores, by kind, and its buffers for collectives.
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     bucket_bytes: int
-    copy_bytes: int  # room for copies of parameters where they are computed
+    copy_bytes: int  # for copies of parameters on the compute device
     activation_bytes: int  # blocks for saved tensors, in use or free
-    # What this rank has sent to others, and in how many exchanges, by kind. Empty on one rank.
+    # Bytes and number of exchanges that this rank has sent, by kind. Empty on one rank.
     sent_bytes: dict[str, int]
     num_exchanges: dict[str, int]
 
@@ -49,7 +49,7 @@ def collect_stats(
     traffics: Iterable[Traffic],
     activation_bytes: int,
 ) -> Stats:
-    """What is held and what was done so far."""
+    """Return what is held and what was done so far."""
     store, host_cache = parameter_store.store, parameter_store.host_cache
     counters = store.engine.counters() if store.engine is not None else None
     store.pool.collect()

@@ -1,17 +1,17 @@
-"""Ctrl-C reaches the engine only where it can take it.
+"""Delays Ctrl-C (SIGINT) until the engine is in a consistent state.
 
-Python runs a signal handler in the main thread, between any two bytecodes, and that of SIGINT raises KeyboardInterrupt.
-In the middle of the engine's bookkeeping (a block decided upon and not yet fetched, a parameter shown and not yet
-counted) that leaves halves which disagree for ever. So the engine's entries are `held`: a SIGINT that comes inside is
-kept. Where it waits, or calls the user's own code, it lets interrupts `through`; everything there is in order. What
-was kept is raised again when the outermost `held` ends.
+Python runs a signal handler in the main thread, between any two bytecodes, and the handler of SIGINT raises
+KeyboardInterrupt. In the middle of the engine's bookkeeping (a fetch is decided but not started, a parameter is
+unsharded but not counted) that would leave inconsistent state for good. So the engine's entry points are `held`: a
+SIGINT inside is recorded. Where the engine waits, or calls user code, its state is consistent and it lets interrupts
+`through`. A recorded interrupt is raised when the outermost `held` ends.
 
-Masking the signal would not do: it would reach another thread, and the handler runs in the main thread all the same.
+Masking the signal would not work: another thread would receive it, and the handler runs in the main thread anyway.
 """
 
 from __future__ import annotations
 
-# The functions behind `signal`: without its conversions to and from enums, which take 20 us.
+# The functions underlying `signal`, without its conversions to and from enums, which take 20 us.
 import _signal  # type: ignore[import-not-found]
 import threading
 from types import FrameType, TracebackType
@@ -19,19 +19,19 @@ from typing import Any
 
 
 class _Keeper:
-    """Takes SIGINT's place while interrupts are held, and gives it back."""
+    """Replaces the SIGINT handler while interrupts are held, and restores it."""
 
     def __init__(self) -> None:
         self.is_holding = False
         self._kept = False
-        self._before: Any = None  # who handled SIGINT
+        self._before: Any = None  # the original SIGINT handler
 
     def hold(self) -> bool:
-        """Hold from now on; False when that is not possible or not needed."""
+        """Hold interrupts from now on; False if that is not possible or not needed."""
         if self.is_holding or threading.get_ident() != _main_thread():
             return False
         self._before = _signal.getsignal(_signal.SIGINT)
-        if not callable(self._before):  # ignored, deadly, or not Python's: none of them raises
+        if not callable(self._before):  # ignored, default action, or not set by Python: none of them raises
             return False
         self._kept = False
         _signal.signal(_signal.SIGINT, self._keep)
@@ -57,7 +57,7 @@ _keeper = _Keeper()
 
 
 class held:  # noqa: N801 - a context manager reads like a function
-    """Interrupts in here are kept until the end, or until they are let `through`."""
+    """Interrupts inside are delayed until the end, or until they are let `through`."""
 
     __slots__ = ("_mine",)
 
@@ -70,7 +70,7 @@ class held:  # noqa: N801 - a context manager reads like a function
 
 
 class through:  # noqa: N801 - a context manager reads like a function
-    """Inside `held`: interrupts in here come at once."""
+    """Inside `held`: interrupts in this context are raised immediately."""
 
     __slots__ = ("_was_holding",)
 

@@ -1,8 +1,7 @@
-"""What there is to train, and where it goes: decided as a whole before anything moves.
+"""Plans a model's layout before any data moves: units, tiles, optimizer state records, division of memory.
 
-A layout is the answer to "what becomes of this model here": its units and tiles, the optimizer's records, and how the
-memory is divided between them. It is data; the engine carries it out. A model that does not fit with whole layers is
-laid out once more, in tiles.
+A layout is plain data; the engine carries it out. A model that does not fit with whole layers is laid out again, with
+tiles.
 """
 
 from __future__ import annotations
@@ -35,78 +34,80 @@ Owners = dict[nn.Module, list[ManagedParameter]]
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What becomes of one model."""
+    """The plan for one model."""
 
     owners: Owners  # the parameters of each module that owns some
     units: list[Unit]
     managed: dict[nn.Parameter, ManagedParameter]
-    unmanaged: dict[nn.Parameter, None]  # trained where they are
-    tiled: dict[ManagedParameter, bool]  # weights in tiles, and whether they make logits
-    computed: frozenset[torch.dtype]  # what parameters are computed in, but for modules that have to differ
-    replaced: list[Unit]  # of `zi.init`, stored or cut in another way now
-    built_by: set[ParameterOwner]  # of the parameters so far: a `zi.init`
+    unmanaged: dict[nn.Parameter, None]  # trained in place
+    tiled: dict[ManagedParameter, bool]  # weights in tiles, and whether they produce logits
+    computed: frozenset[torch.dtype]  # compute dtypes, except of modules that must differ
+    replaced: list[Unit]  # units of `zi.init` that are now stored or split differently
+    built_by: set[ParameterOwner]  # owners of the parameters so far: a `zi.init`
     records: dict[Unit, StateRecord]
     sizes: list[UnitSize]
-    whole_gradients: bool  # are kept, though this rank updates a part
+    whole_gradients: bool  # keep whole gradients, although this rank updates a shard
     placement: MemoryDivision
-    copies: int  # room for copies of units that modules cannot see as they are stored
-    bucket_bytes: int  # of gradients on their way to other ranks
-    spare: SpareBytes  # for tiles that are put together and, where nothing leaves memory, for saved tensors
+    copies: int  # bytes for copies of units that modules cannot use in their stored form
+    bucket_bytes: int  # for gradients being sent to other ranks
+    spare: SpareBytes  # for materialized tiles and, where nothing is evicted, for saved tensors
 
 
 def plan_layout(
-    model: nn.Module, optimizer: Optimizer, around: TrainingEnvironment, recomputed: Sequence[nn.Module]
+    model: nn.Module, optimizer: Optimizer, environment: TrainingEnvironment, recomputed: Sequence[nn.Module]
 ) -> ModelLayout:
-    """With whole layers where they fit, so that nothing changes for a model that does; else with tiles."""
-    if around.config.tile_above is not None:
-        return _lay_out(model, optimizer, around, recomputed, Tiling(around.config.tile_above))
+    """Use whole layers if they fit, so that nothing changes for such a model; otherwise use tiles."""
+    if environment.config.tile_above is not None:
+        return _lay_out(model, optimizer, environment, recomputed, Tiling(environment.config.tile_above))
     found: ModelLayout | None = None
     try:
-        found = _lay_out(model, optimizer, around, recomputed, None)
+        found = _lay_out(model, optimizer, environment, recomputed, None)
     except CapacityError:
         found = None
     finally:
-        if around.ranks is not None and not around.ranks.smallest("whether layers fit whole", int(found is not None)):
+        if environment.ranks is not None and not environment.ranks.smallest(
+            "whether layers fit whole", int(found is not None)
+        ):
             found = None
-    return found or _lay_out(model, optimizer, around, recomputed, Tiling.by_default(around.least_budget))
+    return found or _lay_out(model, optimizer, environment, recomputed, Tiling.by_default(environment.least_budget))
 
 
 def is_copied(unit: Unit) -> bool:
-    """Whether modules on the CPU see a copy of it."""
+    """True if modules on the CPU use a copy of it."""
     return unit.compute_dtype != unit.dtype or unit.is_stored_in_parts
 
 
 def _lay_out(
     model: nn.Module,
     optimizer: Optimizer,
-    around: TrainingEnvironment,
+    environment: TrainingEnvironment,
     recomputed: Sequence[nn.Module],
     tiling: Tiling | None,
 ) -> ModelLayout:
-    config, accelerator = around.config, around.accelerator
-    sorting = _Sorting(model, around, tiling)
+    config, accelerator = environment.config, environment.accelerator
+    sorting = _Sorting(model, environment, tiling)
     owners, replaced = sorting.owners, list(sorting.replaced)
     units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
     managed = {p.parameter: p.whole or p for unit in units for p in unit.parameters}
     unmanaged = _assign_groups(optimizer, managed, list(model.parameters()))
-    records = _make_records(units, optimizer, around)
-    whole_gradients = around.sharding.keeps_whole_gradients
-    sizes = [_size(unit, records.get(unit), around) for unit in units]
+    records = _make_records(units, optimizer, environment)
+    whole_gradients = environment.sharding.keeps_whole_gradients
+    sizes = [_size(unit, records.get(unit), environment) for unit in units]
     owners_before = {unsharder_of(p).owner for unit in {*units, *replaced} for p in unit.parameters if unit.is_stored}
     for owner in owners_before:
         owner.parameter_store.check_same_place(config)
 
     together = _needed_together(owners, recomputed)
-    buffers = _buffers(dict(zip(units, sizes, strict=True)), together, around)
+    buffers = _buffers(dict(zip(units, sizes, strict=True)), together, environment)
     if accelerator is not None:
         _check_device_room(together, config.device_memory or accelerator.budget)
     at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
-    # Units that are about to be replaced are still there while their successors move in.
+    # Units that will be replaced are still in memory while their successors move in.
     old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
-    free = around.budget - buffers.total - old
+    free = environment.budget - buffers.total - old
     activations = config.offload_activations in (True, "all")
     placement = place(sizes, free, at_once, nvme=bool(config.nvme), activations=activations)
-    check_room_to_cut(sorting.tiled, placement.cache, around.budget)
+    check_room_to_cut(sorting.tiled, placement.cache, environment.budget)
     return ModelLayout(
         owners=owners,
         units=units,
@@ -129,12 +130,12 @@ def _lay_out(
 class _Sorting:
     """Sorts the parameters of a model into units and tiles."""
 
-    def __init__(self, model: nn.Module, around: TrainingEnvironment, tiling: Tiling | None) -> None:
+    def __init__(self, model: nn.Module, environment: TrainingEnvironment, tiling: Tiling | None) -> None:
         self.owners: Owners = {}
         self.replaced: dict[Unit, None] = {}
         self.tiled: dict[ManagedParameter, bool] = {}
         self.computed: set[torch.dtype] = set()
-        self._environment = around
+        self._environment = environment
         self._tiling = tiling
         self._tileable = find_tileable(model) if tiling is not None else {}
         self._numbers = _numbers_after(model)
@@ -142,7 +143,7 @@ class _Sorting:
             self._sort(module, name or type(model).__name__, parameters)
 
     def _sort(self, module: nn.Module, name: str, parameters: list[tuple[str, nn.Parameter]]) -> None:
-        """The parameters of one module: those that are hosted as they are to be stay, others move in."""
+        """Sort the parameters of one module: those already stored as required stay, others move in."""
         mine: list[ManagedParameter] = []
         num_rows = {p: self._rows_of_a_tile(module, full_name, p) for full_name, p in parameters}
         torn_up = {
@@ -217,7 +218,7 @@ class _Sorting:
 
 
 def _numbers_after(model: nn.Module) -> Iterator[int]:
-    """For new units: those that `zi.init` has given are taken."""
+    """Numbers for new units that `zi.init` has not used."""
     known = (managed for p in model.parameters() if (managed := offloaded_param.managed(p)) is not None)
     return itertools.count(max((part.unit.number for managed in known for part in managed.parts), default=-1) + 1)
 
@@ -225,7 +226,7 @@ def _numbers_after(model: nn.Module) -> Iterator[int]:
 def _assign_groups(
     optimizer: Optimizer, managed: dict[nn.Parameter, ManagedParameter], model_parameters: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, None]:
-    """Tell each parameter its group; returns those of the model, in its order, that are in a group and not managed."""
+    """Set each parameter's group; returns the unmanaged parameters that are in a group, in model order."""
     unmanaged = set(model_parameters) - managed.keys()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -235,19 +236,21 @@ def _assign_groups(
                 raise UsageError(
                     f"parameter group {number} has a parameter of shape {tuple(parameter.shape)} ({parameter.dtype}) "
                     "that is not one of the model's parameters\n"
-                    "  fix:   make the optimizer from model.parameters()"
+                    "  fix:   create the optimizer from model.parameters()"
                 )
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     return dict.fromkeys(p for p in model_parameters if p in unmanaged and p in trained)
 
 
-def _make_records(units: Iterable[Unit], optimizer: Optimizer, around: TrainingEnvironment) -> dict[Unit, StateRecord]:
+def _make_records(
+    units: Iterable[Unit], optimizer: Optimizer, environment: TrainingEnvironment
+) -> dict[Unit, StateRecord]:
     maker = StateRecordMaker(optimizer)
-    made = {unit: maker.make(unit, around.precision_of(unit.dtype).optimized) for unit in units}
+    made = {unit: maker.make(unit, environment.precision_of(unit.dtype).optimized) for unit in units}
     return {unit: record for unit, record in made.items() if record is not None}
 
 
-def _size(unit: Unit, record: StateRecord | None, around: TrainingEnvironment) -> UnitSize:
+def _size(unit: Unit, record: StateRecord | None, environment: TrainingEnvironment) -> UnitSize:
     trained = updated = 0
     widths = ElementBytes(unit.dtype.itemsize, record=0, gradient=0)
     if record is not None:
@@ -257,17 +260,17 @@ def _size(unit: Unit, record: StateRecord | None, around: TrainingEnvironment) -
         unit.name,
         UnitElements(len(unit.stored), trained, updated),
         widths,
-        is_reduced=around.sharding.is_distributed,
-        whole_gradients=around.sharding.keeps_whole_gradients,
-        # An accelerator has memory of its own for copies.
-        copied=copy_size(unit) if around.accelerator is None and is_copied(unit) else 0,
+        is_reduced=environment.sharding.is_distributed,
+        whole_gradients=environment.sharding.keeps_whole_gradients,
+        # An accelerator has its own memory for copies.
+        copied=copy_size(unit) if environment.accelerator is None and is_copied(unit) else 0,
         home=unit.the_block().home if unit.is_stored else None,
     )
 
 
 def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[list[Unit]]:
-    """For each module the units that are read at once."""
-    # The first operation of a block that backward comes to starts its second computation, with its own unit in hand.
+    """Return, for each module, the units that are read together."""
+    # The first operation of a block in backward starts its recomputation, while that operation's own unit is in use.
     first: dict[nn.Module, Unit] = {}
     for block in recomputed:
         units = [p.unit for module in block.modules() for p in owners.get(module, [])]
@@ -277,29 +280,29 @@ def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[li
     for module, parameters in owners.items():
         members = list(parameters)
         if isinstance(module, nn.MultiheadAttention):
-            # Its one operation takes the output projection's parameters, too.
+            # Its single operation also uses the output projection's parameters.
             members += [p for child in module.modules() if child is not module for p in owners.get(child, [])]
         units = [p.unit for p in members if p.whole is None] + ([first[module]] if module in first else [])
         tiles = [[p.unit] for p in members if p.whole is not None]
-        # Of its tiles one at a time.
+        # One tile at a time.
         together += [list(dict.fromkeys([*tile, *units])) for tile in tiles or [[]]]
     return together
 
 
 def _buffers(
-    sizes: dict[Unit, UnitSize], together: Sequence[Sequence[Unit]], around: TrainingEnvironment
+    sizes: dict[Unit, UnitSize], together: Sequence[Sequence[Unit]], environment: TrainingEnvironment
 ) -> SharedBuffers:
     return shared_buffers(
         list(sizes.values()),
         max((sum(sizes[unit].copied for unit in group) for group in together), default=0),
-        around.common_budget,
-        gathered=around.sharding.shards_parameters,
-        num_ranks=around.sharding.partition.num_ranks,
+        environment.common_budget,
+        gathered=environment.sharding.shards_parameters,
+        num_ranks=environment.sharding.partition.num_ranks,
     )
 
 
 def _check_device_room(together: Iterable[Sequence[Unit]], budget: int) -> None:
-    """Raise when units that are needed at once do not fit where they are computed."""
+    """Raise if units that are needed together do not fit on the compute device."""
     for units in together:
         needed = sum(copy_size(unit) for unit in units)
         if needed > budget:

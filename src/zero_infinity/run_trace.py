@@ -1,8 +1,8 @@
-"""The record of a real run: what the computing thread does when, and the file that it ends up in.
+"""Records a run's trace: the compute thread's time without gaps, and the trace file.
 
-Owns the trace of one host. Whoever moves bytes (the I/O workers, the copier, the wires, the updater) adds his own spans
-to it; here is the thread that trains, whose time is cut without gaps: into computation, named by the unit that was read
-last, and into what it stood still for. Nothing of this exists when no trace is asked for.
+Owns the trace of one model. Everything that moves bytes (I/O workers, copier, channels, update worker) adds its spans
+to it. This module records the compute thread, whose time is divided without gaps into computation, named by the unit
+that was read last, and waits. None of this exists unless a trace is requested.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from zero_infinity.trace import COMPUTE, HOST, PHASES, WAIT, Category, Trace
 
 logger = logging.getLogger(__name__)
 
-# About 40 MB, beside the engine's budget: some hundred steps of a model with a hundred layers. The oldest go first.
+# About 40 MB, not part of the engine's budget: some hundred steps of a model with a hundred layers. The oldest events
+# are dropped first.
 MAX_EVENTS = 200_000
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
 class RunTrace:
-    """What one model's training does, as a trace."""
+    """The trace of one model's training."""
 
     def __init__(self, path: Path, budget: int, rank: int | None) -> None:
         self.trace = Trace("", {HOST: budget}, max_events=MAX_EVENTS)
@@ -34,40 +35,40 @@ class RunTrace:
         self._writing = threading.Lock()
         self._phase: str | None = None
         self._phase_since = 0.0
-        self._unit: str | None = None  # that is computed with
-        self._since = 0.0  # from when on
+        self._unit: str | None = None  # used by the current computation
+        self._since = 0.0  # start of that computation
 
-    # ------------------------------------------------------------------ the computing thread
+    # ------------------------------------------------------------------ the compute thread
 
     def set_title(self, title: str) -> None:
-        """What is trained, for the head of the report."""
+        """Set the title of the report."""
         self.trace.title = title
 
     def begin(self, phase: str) -> None:
-        """A phase begins, and ends the one before; nothing happens inside the same phase."""
+        """Begin a phase, which ends the previous one; does nothing inside the same phase."""
         if phase != self._phase:
             self._end()
             self._phase, self._phase_since = phase, time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """A phase is over; what follows until the next one is the user's own code."""
+        """End a phase; what follows until the next one is user code."""
         if phase == self._phase:
             self._end()
 
     def computing(self, unit: str) -> None:
-        """What comes now is computed with `unit`."""
+        """The following computation uses `unit`."""
         if unit != self._unit and self._phase is not None:
             now = time.perf_counter()
             self._cut(now, now)
             self._unit = unit
 
     def waited(self, name: str, start: float, seconds: float) -> None:
-        """The thread stood still."""
+        """The thread has waited."""
         self.trace.span(name, Category.WAIT, WAIT, start, seconds)
         self._cut(start, start + seconds)
 
     def updated(self, start: float) -> None:
-        """From `start` until now the thread has updated parameters, which has spans of its own."""
+        """From `start` until now the thread ran updates, which have their own spans."""
         self._cut(start, time.perf_counter())
 
     def _end(self) -> None:
@@ -78,7 +79,7 @@ class RunTrace:
         self._phase = self._unit = None
 
     def _cut(self, until: float, resumed: float) -> None:
-        """Computation went on until here, and goes on from there."""
+        """Computation ran until `until` and continues at `resumed`."""
         if self._unit is not None and until > self._since:
             self.trace.span(self._unit, Category.COMPUTE, COMPUTE, self._since, until - self._since)
         self._since = max(resumed, self._since)
@@ -86,9 +87,9 @@ class RunTrace:
     # ------------------------------------------------------------------ the file
 
     def write(self) -> None:
-        """Write what was recorded so far; the file is replaced as a whole."""
+        """Write the events recorded so far; the file is replaced atomically."""
         if os.getpid() != self._pid:
-            return  # a forked child has a copy of the record, not a run of its own
+            return  # a forked child has a copy of the record, but no run
         with self._writing:
             try:
                 self.trace.write(self.path)
@@ -96,7 +97,7 @@ class RunTrace:
                 raise ConfigError(f"trace: {self.path} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        """The run is over, and nobody is there to catch an error."""
+        """The run is over; no caller can handle an error here."""
         try:
             self.write()
         except ConfigError as error:

@@ -1,10 +1,10 @@
-"""What happened when: spans in lanes and held bytes, in memory while it runs, as Chrome trace JSON afterwards.
+"""Traces: spans in lanes and held bytes, recorded in memory and written as Chrome trace JSON.
 
 Owns the record and its file format, which chrome://tracing and ui.perfetto.dev open, and which `zero-infinity report`
-draws. It does not know who records: a real run on its clock, or the simulator on a virtual one.
+draws. It does not know the source of the events: a real run on its clock, or the simulator on a virtual one.
 
-Recording costs one tuple and one `deque.append`, which the interpreter makes atomic: any thread may record, without a
-lock. Nothing is written before `write`. A trace keeps its last events, up to a number that is set when it is made.
+Recording costs one tuple and one `deque.append`, which is atomic in CPython: any thread may record, without a lock.
+Nothing is written before `write`. A trace keeps its latest events, up to a limit set at construction.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from typing import Any, TextIO
 
 from zero_infinity.errors import ConfigError
 
-# An event is about 200 bytes in memory: beyond this many the oldest go, and are only counted.
+# An event takes about 200 bytes of memory: beyond this many, the oldest are dropped and only counted.
 MAX_EVENTS = 2_000_000
-# Lanes and tiers that a run and a simulation have in common.
+# Lanes and tiers that a run and a simulation share.
 PHASES = "phase"  # of the step: forward, backward, update
 COMPUTE = "compute"
 WAIT = "wait"
 UPDATE = "update"
 RANKS = "device to device"
 DEVICE = "device"
-COPIES = "copies"  # of parameters, in RAM, where there is no device
+COPIES = "copies"  # of parameters, in RAM, if there is no device
 HOST = "RAM"
 STORAGE = "NVMe"
-_MICRO = 1e6  # Chrome counts in microseconds
+_MICRO = 1e6  # Chrome uses microseconds
 _PROCESS = 1
-_SAME_MOMENT = 1e-9  # seconds: sums of floats do not meet exactly, and the file has no more digits
+_SAME_MOMENT = 1e-9  # seconds: float sums are not exact, and the file has no more digits
 
 
 class Category(enum.StrEnum):
-    """What a span is about; the report colours by it."""
+    """The kind of a span; the report colours by it."""
 
-    PHASE = "phase"  # a part of the step, with all that is in it
+    PHASE = "phase"  # a part of the step, including everything in it
     COMPUTE = "compute"
     FETCH = "fetch"  # towards the device: NVMe to host, host to device
     COLLECTIVE = "collective"
@@ -51,17 +51,17 @@ class Category(enum.StrEnum):
     UPDATE = "update"
     WRITE_BACK = "write-back"
     ACTIVATION = "activation"
-    WAIT = "wait"  # the computing thread stood still
+    WAIT = "wait"  # the compute thread waited
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
     name: str  # of the module
     category: str
-    lane: str  # of a thread, or of a link
+    lane: str  # a thread or a link
     start: float  # seconds
     seconds: float
-    num_bytes: int = 0  # that moved, where something did
+    num_bytes: int = 0  # moved, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Trace:
 
     title: str = ""
     budgets: dict[str, int] = field(default_factory=dict)  # tier -> bytes
-    num_dropped: int = 0  # about: threads do not wait for each other to count
+    num_dropped: int = 0  # approximate: threads do not synchronise to count
     max_events: int | None = None  # None: MAX_EVENTS
     _events: deque[_SpanTuple | _SampleTuple] = field(init=False)
 
@@ -91,14 +91,14 @@ class Trace:
         self._events = deque(maxlen=MAX_EVENTS if self.max_events is None else self.max_events)
 
     def span(self, name: str, category: Category, lane: str, start: float, seconds: float, num_bytes: int = 0) -> None:
-        """Something took `seconds` from `start` on."""
+        """Record something that took `seconds`, beginning at `start`."""
         events = self._events
         if len(events) == events.maxlen:
             self.num_dropped += 1
         events.append((name, category, lane, start, seconds, num_bytes))
 
     def held(self, tier: str, time: float, num_bytes: int) -> None:
-        """A tier holds that much from `time` on."""
+        """Record that a tier holds `num_bytes` from `time` on."""
         events = self._events
         if len(events) == events.maxlen:
             self.num_dropped += 1
@@ -113,9 +113,9 @@ class Trace:
         return (MemorySample(*event) for event in list(self._events) if len(event) == 3)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write Chrome trace JSON; events one a line, so that a large file can be read as text.
+        """Write Chrome trace JSON, one event per line, so that a large file can be read as text.
 
-        It is written aside and then renamed: whoever reads the file finds the old one or the new one, whole.
+        It is written to a temporary file and then renamed: readers see the complete old file or the complete new one.
         """
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # a pipe, /dev/null
@@ -139,7 +139,7 @@ class Trace:
 
 
 def _chrome_events(spans: list[TraceSpan], samples: Iterator[MemorySample]) -> Iterator[str]:
-    """JSON, put together by hand: more than twice as fast, and the names are few."""
+    """Yield JSON, formatted by hand: more than twice as fast as `json`, and there are few names."""
     quoted = functools.cache(json.dumps)
     rows, names = _rows(spans)
     for number, lane in enumerate(names, 1):
@@ -160,13 +160,13 @@ def _chrome_events(spans: list[TraceSpan], samples: Iterator[MemorySample]) -> I
 
 
 def _rows(spans: list[TraceSpan]) -> tuple[list[int], list[str]]:
-    """A row for each span, and the lane of each row (from 1 on).
+    """Return a row for each span, and the lane of each row (starting at 1).
 
-    Viewers want the spans of a row one after the other. Of a lane's spans that are under way at once (four requests at
-    one drive) each gets a row of its own; rows of a lane have its name.
+    Viewers require the spans of a row to be sequential. Spans of a lane that overlap (four requests at one drive) get
+    separate rows; the rows of a lane share its name.
     """
     names = list(dict.fromkeys(span.lane for span in spans))
-    free = {lane: number for number, lane in enumerate(names, 1)}  # first rows that nothing was put in yet
+    free = {lane: number for number, lane in enumerate(names, 1)}  # first unused row of each lane
     ends: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)  # of the last span in each row
     rows = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: spans[i].start):
@@ -185,7 +185,7 @@ def _rows(spans: list[TraceSpan]) -> tuple[list[int], list[str]]:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """A trace from its file; `ConfigError` when it is not one."""
+    """Read a trace from its file; raises `ConfigError` if it is not one."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -204,7 +204,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     try:
         _take_events(trace, content["traceEvents"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: has an event that is not one of ours: {error!r}") from None
+        raise ConfigError(f"{path}: has an unknown event: {error!r}") from None
     return trace
 
 

@@ -456,7 +456,7 @@ def buffer_of_a_weight(model: nn.Module) -> None:
 def test_memory_in_common_is_refused(share: Callable[[nn.Module], None]) -> None:
     model = small()
     share(model)
-    with pytest.raises(zi.UsageError, match=r"(?s)'0.weight'.*same memory.*b.weight = a.weight"):
+    with pytest.raises(zi.UsageError, match=r"(?s)'0.weight'.*share memory.*b.weight = a.weight"):
         zi.prepare(model, adamw(model), zi.Config(memory="1GiB"))
     assert all(type(p) is nn.Parameter for p in model.parameters())
 

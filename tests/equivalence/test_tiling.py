@@ -703,7 +703,7 @@ def test_logits_that_cannot_be_computed_any_more_are_an_error(tmp_path: Path) ->
         logits = model(tokens()(0))
         F.cross_entropy(logits.flatten(0, 1), tokens()(0).flatten()).backward()
         optimizer.step()
-        with pytest.raises(zi.UsageError, match=r"looked at after its weight was updated.*\n  fix:   look at logits"):
+        with pytest.raises(zi.UsageError, match=r"first used after its weight was updated.*\n  fix:   use logits"):
             logits.argmax(-1)
 
 

@@ -93,9 +93,9 @@ def test_replicas_that_differ_are_found_out(offload: bool) -> None:
 def test_groups_that_make_no_sense() -> None:
     for outcome in try_ranks(2, wrong_group):
         assert outcome.result == [
-            "UsageError: 'blocks.0.up.weight' is split over ranks [0, 1] (tensor parallel), which are also ranks to share "
-            'the states with\n  fix:   group=mesh["dp"]: the ranks that have the same parameters',
-            "UsageError: activation_group= splits the inputs of recomputed blocks, and none is recomputed\n"
+            "UsageError: 'blocks.0.up.weight' is split over ranks [0, 1] (tensor parallel), which are also "
+            'data-parallel ranks\n  fix:   group=mesh["dp"]: the ranks that have the same parameters',
+            "UsageError: activation_group= splits the inputs of recomputed blocks, but no block is recomputed\n"
             "  fix:   checkpoint_activations=True in zi.Config",
             "UsageError: parameter 'blocks.0.up.weight' is a DTensor of torch.float32 and cannot be computed in "
             "torch.bfloat16\n  fix:   convert the model before parallelize_module, and leave param_dtype and "

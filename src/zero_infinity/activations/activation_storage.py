@@ -1,8 +1,8 @@
-"""Where the bytes of saved tensors are put: what is asked of such a place, and the one in the engine's store.
+"""Storage for saved activations: the interface, and the implementation as blocks of the host tier.
 
-A `BlockActivationStorage` keeps them as blocks. The policy may evict these to NVMe and fetches them ahead of backward:
-putting is one access, taking another, in an order that repeats every step. Blocks are therefore reused: there is a pool
-for each size, and of its free blocks the first is taken, in whatever order they came back.
+`BlockActivationStorage` keeps them as blocks, which the policy may evict to NVMe and prefetches for backward: `put` is
+one access and `take` another, in an order that repeats every step. That requires blocks to be reused: there is a pool
+per size, and the first of its free blocks is taken, in whatever order they were returned.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 
 
 class ActivationSlot(Protocol):
-    """Bytes that were put somewhere."""
+    """Stored bytes of one saved tensor."""
 
     def take(self, into: torch.Tensor) -> None:
-        """Copy them out, and give their room back."""
+        """Copy the bytes to `into` and free their storage."""
 
     def drop(self) -> None:
-        """Give their room back."""
+        """Free their storage."""
 
 
 class ActivationStorage(Protocol):
-    """Somewhere to put bytes. Used by one thread at a time."""
+    """Stores bytes of saved tensors. Used by one thread at a time."""
 
-    held_bytes: int  # that were put there and not taken
+    held_bytes: int  # put there and not taken yet
 
     @property
     def total_bytes(self) -> int:
-        """Of what is used again and again, in use or free."""
+        """Size of the reusable memory, in use or free."""
 
     @property
     def room(self) -> int:
-        """The most that can be put there now."""
+        """The most bytes that can be stored now."""
 
     def put(self, data: torch.Tensor) -> ActivationSlot | None:
-        """Keep a copy of these bytes; None when there is no room."""
+        """Store a copy of these bytes; None if there is no room."""
 
     def end_cycle(self) -> None:
-        """A step is over."""
+        """End a step."""
 
 
 class BlockActivationStorage:
-    """Bytes in blocks of the host tier, under its policy and budget.
+    """Saved tensors in blocks of the host tier, under its policy and budget.
 
-    `spare`: with a home on NVMe the largest block that fits beside what one operation needs; else, since nothing leaves
-    memory then, what all of them are taken from.
+    `spare`: with a home on NVMe, the largest block that fits next to what one operation needs; otherwise, since nothing
+    is evicted then, the total that all blocks may take.
     """
 
     def __init__(self, host_cache: HostCache, home: Home, spare: SpareBytes) -> None:
@@ -61,7 +61,7 @@ class BlockActivationStorage:
         self._home = home
         self._spare = spare
         self._free: dict[int, list[tuple[int, Block]]] = {}  # heaps, by size
-        self._used: set[int] = set()  # keys of the blocks that this cycle has used
+        self._used: set[int] = set()  # keys of the blocks used in this cycle
         self.held_bytes = 0
         self._total_bytes = 0
 
@@ -90,7 +90,7 @@ class BlockActivationStorage:
         return _BlockSlot(self, block)
 
     def end_cycle(self) -> None:
-        """Drop free blocks that the step did not use, lest new sizes in each step pile up."""
+        """Drop free blocks that the step did not use, or new sizes in each step would pile up."""
         idle = [b for heap in self._free.values() for key, b in heap if key not in self._used]
         if idle:
             expected = set(self.host_cache.policy.order)

@@ -1,8 +1,8 @@
-"""One piece of memory for everything that lives from forward to backward: ZeRO-R's M_D.
+"""One contiguous buffer for activations that live from forward to backward (ZeRO-R's M_D: no fragmentation).
 
-Activations that are kept lie between others that die at once, and leave holes when they go. Here they are copied into
-one tensor on the device that computes: it is as large as the fullest moment of all steps so far, and stays. The first
-step has none yet, and tells how large it has to be; what exceeds it later has memory of its own until that step ends.
+Saved activations lie between short-lived ones and leave holes when they are freed. Here they are copied into one tensor
+on the compute device, which is as large as the peak of all steps so far and stays allocated. The first step has no
+arena yet and determines its size; later tensors that exceed it get separate memory until that step ends.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from zero_infinity.storage.free_extents import FreeExtents
 
 
 class ActivationArena:
-    """A shelf in the memory of the device that computes."""
+    """Storage for saved tensors in one buffer on the compute device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._extents = FreeExtents(_full)
-        self._num_inside = 0  # slots that are not on memory of their own
+        self._num_inside = 0  # slots inside the arena
         self.held_bytes = 0
-        self._most_bytes = 0  # held at any moment so far
+        self._most_bytes = 0  # peak of held bytes so far
 
     @property
     def total_bytes(self) -> int:
@@ -30,7 +30,7 @@ class ActivationArena:
 
     @property
     def room(self) -> int:
-        """Memory of torch's has no limit that is known here."""
+        """No known limit: memory comes from torch's allocator."""
         return 1 << 62
 
     def put(self, data: torch.Tensor) -> ArenaSlot:
@@ -47,9 +47,9 @@ class ActivationArena:
         return ArenaSlot(self, start, kept)
 
     def end_cycle(self) -> None:
-        """Grow to what was needed, unless a graph that is still to be used has something here."""
+        """Grow to the peak, unless a live graph still has slots in the arena."""
         if self._most_bytes > self._memory.nbytes and not self._num_inside:
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)  # the old one first: never both
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)  # free the old one first
             self._memory = torch.empty(self._most_bytes, dtype=torch.uint8, device=self._device)
             self._extents = FreeExtents(_full)
             self._extents.add(0, self._most_bytes)
@@ -62,7 +62,7 @@ class ActivationArena:
 
 
 class ArenaSlot:
-    """A part of the arena, or (there was no room) memory of its own."""
+    """A part of the arena, or separate memory if there was no room."""
 
     __slots__ = ("_arena", "_kept", "_start")
 

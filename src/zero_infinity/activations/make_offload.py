@@ -1,4 +1,4 @@
-"""Makes what keeps the tensors that autograd saves, as the config says."""
+"""Builds the offload of saved activations that the config asks for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_activation_offload(
     spare: SpareBytes,
     replicas: RankGroup | None,
 ) -> ActivationOffload | None:
-    """None when torch alone keeps saved tensors. `replicas`: the ranks that compute the same activations."""
+    """Return None if torch alone keeps saved tensors. `replicas`: the ranks that compute the same activations."""
     offload = config.offload_activations
     if replicas is None and not offload:
         return None

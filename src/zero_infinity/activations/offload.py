@@ -1,13 +1,13 @@
-"""Tensors that autograd has saved, kept elsewhere until backward wants them.
+"""Offloads tensors saved by autograd until backward needs them.
 
-- What is copied is a *root* (the tensor that others are views of), once for each version of it: views of it, and
-  several operations that have saved it, share the copy. Not the storage: tensors that share one without being views of
-  each other (`unsafe_chunk`, in recurrent cells) have versions of their own.
-- Where it goes is a shelf's business: blocks of the store, or an arena.
-- Of what ranks hold replicas of (`Replicas`) each keeps its part, and unpacking puts the parts together.
-- Unpacking copies the bytes into torch's memory and gives their room back. A graph that is retained holds that tensor.
-- A graph that dies without a backward gives its room back when the next tensor comes, or at the step.
-- What is small, and what there is no room for beside what one operation needs, stays in torch's memory.
+- The unit of copying is a *root* (the tensor that others are views of), once per version: its views, and several
+  operations that save it, share the copy. Not the storage: tensors that share a storage without being views of each
+  other (`unsafe_chunk`, in recurrent cells) have separate versions.
+- Where the copy goes is decided by an `ActivationStorage`: blocks of the store, or an arena.
+- Of tensors that are replicated over ranks (`Replicas`) each rank keeps its part; unpacking all-gathers the parts.
+- Unpacking copies the bytes to memory of torch's allocator and frees their storage. A retained graph holds that tensor.
+- The storage of a graph that dies without a backward is freed when the next tensor is packed, or at the step.
+- Small tensors, and those that do not fit next to what one operation needs, stay in torch's memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zero_infinity.interrupts import held
 from zero_infinity.policy.partition import Span
 from zero_infinity.units import format_bytes
 
-# A tensor of fewer bytes is not worth a request.
+# Smaller tensors are not worth a request.
 _SMALL_BYTES = 64 * 1024
-# Dead roots that may be remembered beyond as many as are alive.
+# Dead roots to remember in addition to as many as are alive.
 _DEAD_ROOTS = 64
 
-_Key = tuple[int, int, int, Span]  # storage, root, version, which bytes of the storage are the root's
+_Key = tuple[int, int, int, Span]  # storage, root, version, the root's byte range in the storage
 
 
 class _Kept:
-    """The bytes of one root: on a shelf (all, or this rank's part), or unpacked in memory."""
+    """The bytes of one root: stored (all, or this rank's part), or unpacked in memory."""
 
     __slots__ = ("__weakref__", "device", "memory", "num_bytes", "replicas", "slot")
 
@@ -46,12 +46,12 @@ class _Kept:
         self.slot: ActivationSlot | None = slot
         self.num_bytes = num_bytes
         self.device = device
-        self.replicas = replicas  # that have the other parts
+        self.replicas = replicas  # the ranks that have the other parts
         self.memory: torch.Tensor | None = None
 
 
 class _KeptRef(weakref.ref[_Kept]):
-    """Tells when nobody will unpack a slot any more."""
+    """Reports that a slot will not be unpacked any more."""
 
     __slots__ = ("slot",)
 
@@ -59,7 +59,7 @@ class _KeptRef(weakref.ref[_Kept]):
 
 
 class SavedView:
-    """What autograd holds in the place of a saved tensor."""
+    """Replaces a saved tensor in autograd's graph."""
 
     __slots__ = ("_activations", "_dtype", "_kept", "_offset", "_size", "_stride")
 
@@ -70,14 +70,14 @@ class SavedView:
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), offset
 
     def restore(self) -> torch.Tensor:
-        """The tensor that was saved."""
+        """Return the tensor that was saved."""
         with held(), ordinary_tensors(), torch.no_grad():
             memory = self._activations.unpack(self._kept)
             return memory.view(self._dtype).as_strided(self._size, self._stride, self._offset)
 
 
 class ActivationOffload:
-    """Saved tensors on a shelf. `replicas`: the ranks that have the same inputs of recomputed blocks."""
+    """Offloads saved tensors. `replicas`: the ranks that have the same inputs of recomputed blocks."""
 
     def __init__(self, storage: ActivationStorage, replicas: Replicas | None = None) -> None:
         self.storage = storage
@@ -90,7 +90,7 @@ class ActivationOffload:
         self._has_warned = False
 
     def pack(self, tensor: torch.Tensor, *, is_input: bool) -> SavedView | None:
-        """Keep what is saved; None when it had better stay where it is. `is_input`: of a recomputed block."""
+        """Store a saved tensor; None if it should stay in place. `is_input`: it is an input of a recomputed block."""
         if not _is_plain(tensor):
             return None
         root = root_of(tensor)
@@ -101,7 +101,7 @@ class ActivationOffload:
             return None
         with held(), self._lock, ordinary_tensors(), torch.no_grad():
             self._collect()
-            # The storage tells whether the root is still the same one: torch's tensors do not bear weak references.
+            # The storage identifies the root: torch's tensors do not support weak references.
             storage = root.untyped_storage()
             key = (storage_id(storage), id(root), version_of(tensor), whole)
             known = self._known.get(key)
@@ -114,7 +114,7 @@ class ActivationOffload:
             return SavedView(self, kept, tensor, (mine.start - whole.start) // tensor.itemsize)
 
     def unpack(self, kept: _Kept) -> torch.Tensor:
-        """The bytes that were kept, in memory of torch's."""
+        """Return the stored bytes, in memory of torch's allocator."""
         with self._lock:
             if kept.memory is None and kept.slot is not None:
                 slot, replicas = kept.slot, kept.replicas
@@ -133,7 +133,7 @@ class ActivationOffload:
         return kept.memory
 
     def end_cycle(self) -> None:
-        """A step is over."""
+        """End a step."""
         with self._lock:
             self._collect()
             self.storage.end_cycle()
@@ -149,7 +149,7 @@ class ActivationOffload:
             self._warn_of_room(data.nbytes)
             if replicas is None:
                 return None
-            # Other ranks have let go of this part: it stays in torch's memory, and only it.
+            # Other ranks have dropped this part: keep only it, in torch's memory.
             slot = _InMemory(data.clone())
         kept = _Kept(slot, num_bytes, data.device, replicas)
         alive = _KeptRef(kept, self._dead.append)
@@ -158,7 +158,7 @@ class ActivationOffload:
         return kept
 
     def _collect(self) -> None:
-        """Give back the room of what no graph refers to any more."""
+        """Free the storage of tensors that no graph refers to any more."""
         while self._dead:
             dead = self._dead.popleft()
             if isinstance(dead, _KeptRef) and self._alive.get(dead.slot) is dead:
@@ -177,15 +177,15 @@ class ActivationOffload:
             self._has_warned = True
             warnings.warn(
                 f"offload_activations: a saved tensor of {format_bytes(num_bytes)} stays outside of the memory budget, "
-                f"which has {format_bytes(self.storage.room)} left for it beside what one operation needs\n"
-                "  fix:   more memory=, or nvme= where there is none; said once",
+                f"which has {format_bytes(self.storage.room)} left for it next to what one operation needs\n"
+                "  fix:   more memory=, or set nvme= if it is not set; reported once",
                 ConfigWarning,
                 stacklevel=2,
             )
 
 
 class _InMemory:
-    """What there was no room for."""
+    """A part that the storage had no room for."""
 
     __slots__ = ("_data",)
 
@@ -196,11 +196,11 @@ class _InMemory:
         into.copy_(self._data)
 
     def drop(self) -> None:
-        """The memory goes with the object."""
+        """Nothing to do: the memory is freed with the object."""
 
 
 def _extent(tensor: torch.Tensor) -> Span:
-    """From its first byte to its last one, in its storage."""
+    """Return the byte range of a tensor in its storage."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     if not tensor.numel():
         return Span(start, start)
@@ -214,7 +214,7 @@ def _bytes_of(root: torch.Tensor, extent: Span) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor over memory of its own, and nothing more."""
+    """True if it is an ordinary strided tensor: no subclass, parameter, meta or inference tensor."""
     if type(tensor) is not torch.Tensor or isinstance(tensor, nn.Parameter) or is_func_tensor(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

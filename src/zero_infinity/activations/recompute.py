@@ -1,20 +1,20 @@
-"""Blocks that keep their inputs only, and are computed again in backward: activation checkpointing.
+"""Activation checkpointing: blocks keep only their inputs and are recomputed in backward.
 
 The model's code does not change: a block's `_call_impl`, which `nn.Module.__call__` looks up on the instance, is
-replaced by one that calls the old one under torch's non-reentrant checkpoint. So the block's hooks, those of the engine
-included, run inside of it, in forward and again in backward, and both times the same tensors are saved.
+replaced by one that calls the old one under torch's non-reentrant checkpoint. So the block's hooks, including the
+engine's, run inside it, in forward and again in backward, and save the same tensors both times.
 
-What torch's checkpoint leaves to its caller is done here:
+Handled here because torch's checkpoint leaves it to its caller:
 
-- Whatever else than tensors a block is given is kept as it was before the call: a list that the block appends to grows
-  once, not twice.
-- Buffers that a block changes in forward (the statistics of a batch norm) have their old values in the second
-  computation, and their new ones after it.
-- For a cache of keys and values that is still empty (Hugging Face models make one in training, too) a block gets an
-  empty one of its own each time: the second computation would find the common one filled, and that would keep the keys
-  and values of all blocks. A block that is given a filled one (a prefix) is left alone.
+- Non-tensor arguments are preserved as they were before the call: a list that the block appends to grows once, not
+  twice.
+- Buffers that a block changes in forward (the statistics of a batch norm) have their old values in the recomputation,
+  and their new ones after it.
+- For a key-value cache that is still empty (Hugging Face models create one even in training) a block gets a separate
+  empty one each time: the recomputation would find the shared one filled, and that one would keep the keys and values
+  of all blocks alive. A block that gets a filled cache (a prefix) is not recomputed.
 
-A block is left alone in eval mode, without gradients, and where somebody recomputes already.
+A block is called normally in eval mode, without gradients, and where it is already being recomputed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zero_infinity.params.saved_tensors import SavedTensorHooks, outer_pack
 
 
 def find_blocks(model: nn.Module, config: Config) -> Stack:
-    """The blocks to compute again in backward: of each stack every k-th, beginning with the first."""
+    """Return the blocks to recompute in backward: every k-th of each stack, starting with the first."""
     interval = int(config.checkpoint_activations)
     if not interval or _checkpoints_itself(model):
         return []
@@ -54,19 +54,19 @@ def find_blocks(model: nn.Module, config: Config) -> Stack:
 
 
 def attach(blocks: Stack, hooks: SavedTensorHooks | None = None) -> None:
-    """Let these blocks be computed again in backward, from now on; their inputs are kept by `hooks`."""
+    """Recompute these blocks in backward from now on; `hooks` keep their inputs."""
     for block in blocks:
         replace_call(block, Recomputed(block, hooks))
 
 
 class Recomputed(Hook):
-    """Calls a block so that it is computed again in backward. A copy of the block is a plain one."""
+    """Calls a block so that it is recomputed in backward. A copy of the block is a plain one."""
 
     def __init__(self, block: nn.Module, hooks: SavedTensorHooks | None) -> None:
         self._block = block
         self._hooks = hooks
         self._call = call_of(block)
-        self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once that is known
+        self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once known
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class Recomputed(Hook):
                 return self._call(*args, **kwargs)
 
         del args, kwargs, leaves
-        # The checkpoint saves its inputs under the hooks around it, and everything else under its own.
+        # The checkpoint saves its inputs under the surrounding hooks, and everything else under its own.
         with self._hooks.keeping_inputs() if self._hooks is not None else nullcontext():
             result = checkpoint(run, *tensors, use_reentrant=False)
         if self._changing is None:
@@ -103,7 +103,7 @@ class Recomputed(Hook):
         return result
 
     def _copy_buffers(self) -> list[_Buffer]:
-        """Copies of the buffers that forward may change."""
+        """Return copies of the buffers that forward may change."""
         names = self._changing
         if names is None:
             names = [(m, n) for m in self._block.modules() for n, b in own_buffers(m).items() if b is not None]
@@ -117,11 +117,11 @@ class Recomputed(Hook):
         return copy.deepcopy(self._call, memo)
 
 
-_TENSOR = object()  # in the place of a tensor
+_TENSOR = object()  # placeholder for a tensor
 
 
 class _Buffer(NamedTuple):
-    """A buffer, and its value before a forward."""
+    """A buffer and its value before a forward."""
 
     owner: nn.Module
     name: str
@@ -130,14 +130,14 @@ class _Buffer(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        # By value: a batch norm's kernel does not tell autograd that it changes them.
+        # By value: batch norm kernels do not bump the version counters.
         now = own_buffers(self.owner).get(self.name)
         return now is not self.buffer or not torch.equal(self.before, self.buffer)
 
 
 @contextmanager
 def _with_buffers(buffers: list[_Buffer]) -> Iterator[None]:
-    """Inside, modules have copies of their buffers as they were."""
+    """Inside, modules have copies of their buffers' earlier values."""
     now = [own_buffers(b.owner).get(b.name) for b in buffers]
     for b in buffers:
         own_buffers(b.owner)[b.name] = b.before.clone()
@@ -153,20 +153,20 @@ def _itself(value: Any) -> Any:
 
 
 def _may_checkpoint() -> bool:
-    """Whether autograd will want what a forward saves, and nobody recomputes it already."""
+    """True if autograd needs what a forward saves and the forward is not already checkpointed."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    # A forward inside of a backward is somebody's second computation.
+    # A forward inside a backward is a recomputation.
     if current_graph_task_id() != -1:
         return False
-    # torch.func forbids saved-tensor hooks, which the checkpoint consists of.
+    # torch.func forbids saved-tensor hooks, on which the checkpoint is built.
     if not saved_tensor_hooks_allowed():
         return False
     return getattr(outer_pack(), "__module__", None) != checkpoint.__module__
 
 
 def _is_cache(value: object) -> bool:
-    """Whether it is a cache of keys and values, as transformers models hand from block to block."""
+    """True for a key-value cache as transformers models pass it from block to block."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update") and not isinstance(value, nn.Module)
 
 
@@ -175,7 +175,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _copy_of_cache(cache: Any) -> Any:
-    """A copy with the same tensors: other blocks may have put some there."""
+    """Return a copy with the same tensors: other blocks may have added some."""
     return copy.deepcopy(cache, {id(tensor): tensor for tensor in _tensors_in(cache, set())})
 
 
@@ -190,14 +190,14 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _checkpoints_itself(model: nn.Module) -> bool:
-    """Whether `gradient_checkpointing_enable()` of transformers was called, or a model has a switch like it."""
+    """True if transformers' `gradient_checkpointing_enable()` was called, or a similar switch of the model is on."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def _calls_checkpoint(block: nn.Module) -> bool:
-    """Whether a forward in the block calls a `checkpoint` of its own, and no switch of its module says that it is off.
+    """Return True if a forward in the block calls `checkpoint`, unless a switch of its module turns it off.
 
-    Only what is plain to see. A checkpoint inside of ours is right, too; it computes once more than necessary.
+    Only a simple check. A checkpoint inside ours is also correct; it just computes once more than necessary.
     """
     for module in block.modules():
         code = getattr(type(module).forward, "__code__", None)

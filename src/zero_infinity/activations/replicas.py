@@ -1,7 +1,7 @@
-"""Ranks that compute the same activations: each keeps a part of them, and all put them together for backward (P_a).
+"""Partitions activations that ranks replicate: each keeps a part, and backward all-gathers them (ZeRO-R's P_a).
 
-So it is with tensor parallelism: what goes from block to block is the same on every rank of a row. That it really is
-the same is checked each time: ranks compare a sum of all bits before anyone lets go of the rest.
+Tensor parallelism replicates activations: the inputs of a block are the same on every rank of the group. That is
+checked each time: ranks compare a checksum of all bits before they drop the rest.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from zero_infinity.errors import DivergenceError
 from zero_infinity.policy.partition import Span
 from zero_infinity.units import format_bytes
 
-_NUMBER = -30  # of the topic that all of them have in common
+_NUMBER = -30  # the topic number of all exchanges here
 _ROW = 1024  # words
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: a difference in one sum shows in the product
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a difference in one sum changes the product
 
 
 class Replicas:
-    """The ranks of one group, for the thread that computes."""
+    """The ranks of one group, for the compute thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def part(self, num_bytes: int) -> Span:
-        """What this rank keeps of a tensor."""
+        """Return the part of a tensor that this rank keeps."""
         return self._spans(num_bytes)[self._channel.rank]
 
     def check_same(self, whole: torch.Tensor) -> None:
-        """Raise when another rank has other bytes."""
+        """Raise if another rank has different bytes."""
         topic = Topic("activations", _NUMBER, "the input of a recomputed block")
         said = self._channel.agree(topic, [whole.nbytes, fingerprint(whole)])
         for rank, (num_bytes, sums) in enumerate(said):
@@ -39,12 +39,12 @@ class Replicas:
                 how = (
                     f"{format_bytes(num_bytes)} and {format_bytes(said[0][0])}"
                     if num_bytes != said[0][0]
-                    else f"other values ({format_bytes(num_bytes)})"
+                    else f"different values ({format_bytes(num_bytes)})"
                 )
                 raise DivergenceError(
                     f"ranks {rank} and 0 of activation_group have different inputs of a recomputed block: {how}\n"
                     "  fix:   activation_group= is for ranks that compute the same (tensor parallel): give them the "
-                    "same batch and seed dropout alike, or leave it out"
+                    "same batch and the same dropout seed, or leave it out"
                 )
 
     def gather(self, whole: torch.Tensor) -> None:
@@ -59,10 +59,10 @@ class Replicas:
 
 
 def fingerprint(data: torch.Tensor) -> int:
-    """A number that other bytes, or the same in another order, do not have but by chance.
+    """Return a checksum that, except by chance, differs for different bytes or a different order.
 
-    Sums over rows and over columns, each weighted by its place: it takes no memory beside, on any device. The weights
-    of rows are odd and those of columns even, so the factor of each word is odd: a change in one word always shows.
+    Sums over rows and over columns, each weighted by position. Needs no extra memory on any device. The weights of rows
+    are odd and those of columns even, so the factor of each word is odd: a change in one word always shows.
     """
     num_words = len(data) // 8
     words = data[: num_words * 8].view(torch.int64)

@@ -1,7 +1,7 @@
-"""Keeps ranks in step while they save or load: each continues only when all have completed a phase.
+"""Keeps ranks in step during checkpoint calls: no rank continues until all have completed a phase.
 
-Uses the channel of the calling thread, whose broken connections report a lost rank at once. Error texts are exchanged
-through the ranks' key-value store.
+Uses the calling thread's channel, whose broken connections report a lost rank immediately. Error texts are exchanged
+through the process group's key-value store.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.errors import UsageError
 from zero_infinity.storage.checksum import crc32
 
-_NUMBER = -30  # of the topic
+_NUMBER = -30  # topic number of checkpoint exchanges
 
 
 class Agreement:
-    """The ranks of one model during one call. With a single rank nothing is exchanged."""
+    """The ranks of one model during one call. A single rank exchanges nothing."""
 
     def __init__(self, call: str, ranks: RankGroup | None, channel: Channel | None) -> None:
-        # The same on every rank, because all call the same functions in the same order.
+        # Identical on every rank, because all ranks make the same calls in the same order.
         self._name = f"{call} #{next(ranks.call_numbers)}" if ranks is not None else call
         self._ranks = ranks
         self._channel = channel
@@ -58,5 +58,5 @@ class Agreement:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}\n  fix:   {fix}")
 
     def of_first(self, what: str, text: str) -> str:
-        """The `text` of rank 0."""
+        """Return rank 0's `text`."""
         return self._ranks.tell(f"{self._name}: {what}", text)[0] if self._ranks is not None else text

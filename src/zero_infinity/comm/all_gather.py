@@ -1,7 +1,7 @@
-"""All-gathers updated shards, when each rank stores whole units and updates its shard of them (ZeRO stages 1 and 2).
+"""All-gathers updated shards where each rank stores whole units and updates one shard (ZeRO stages 1, 2).
 
-One thread does it, in the order of the updates, which is the same on every rank. A unit's block is held from the moment
-its update is submitted, so that nobody reads it half updated.
+A single thread runs the all-gathers in update order, which is the same on every rank. A unit's block is held from the
+moment its update is submitted, so it is never read half updated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Task:
 
 
 class ParameterAllGather:
-    """Completes units of which this rank has updated its shard."""
+    """Completes units of which this rank has updated only its shard."""
 
     def __init__(self, store: BlockStore, channel: Channel) -> None:
         self._store = store
@@ -46,13 +46,13 @@ class ParameterAllGather:
         self._thread.start()
 
     def submit(self, topic: Topic, block: Block, dtype: torch.dtype, spans: Sequence[Span]) -> None:
-        """The update of `block` was submitted and the block is fetched: gather all shards after the update."""
+        """All-gather `block` after its update, which has been submitted. The block must have been fetched."""
         with self._changed:
             self._num_pending += 1
         self._tasks.put(_Task(topic, block, self._store.claim(block), dtype, spans))
 
     def drain(self) -> None:
-        """Wait until every unit is complete, or none will be any more."""
+        """Wait until every unit is complete; raises if one failed."""
         with self._changed:
             while self._num_pending and self._error is None:
                 with through():
@@ -62,7 +62,7 @@ class ParameterAllGather:
             raise again(error)
 
     def close(self) -> None:
-        """End the thread when all units are complete, unless that does not get on."""
+        """End the thread once all units are complete; cut the connections if it makes no progress."""
         self._tasks.put(None)
         self._channel.end(self._thread, lambda: self._store.fail(EngineClosedError("the engine is closed")))
 
@@ -72,7 +72,7 @@ class ParameterAllGather:
             if self._error is None:
                 try:
                     self._gather(task)
-                except BaseException as error:  # noqa: BLE001 - whoever waits for a block gets it
+                except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for a block
                     self._error = error.with_traceback(None)
                     self._store.fail(self._error)
             with self._changed:

@@ -1,14 +1,14 @@
-"""One process group, used by one thread: the only place that talks to other ranks.
+"""The collectives of one thread over its own process group: the only module that talks to other ranks.
 
-Facts about gloo that decide the shape of this (seen with torch 2.13):
-- Its `all_gather` and `reduce_scatter` copy everything once more, and the order in which `reduce_scatter` sums depends
-  on where an element lies in the buffer. Here parts go from rank to rank, straight into their final place, and are
-  summed in the order of ranks: the same bits for every stage, bucket size and budget.
-- A message that is longer than the buffer that waits for it ends the process. So ranks first tell each other what they
-  are about to exchange; when that differs, everybody gets an error that says who wants what.
-- A group that two threads use mixes up their messages. So every thread that talks has a wire of its own.
+Facts about gloo that shaped this module (seen with torch 2.13):
+- Its `all_gather` and `reduce_scatter` make an extra copy of everything, and the summation order of `reduce_scatter`
+  depends on an element's position in the buffer. Here, parts are sent point to point, directly to their final
+  location, and summed in rank order: the same bits for every stage, bucket size and budget.
+- A message longer than the receiving buffer aborts the process. So ranks first tell each other what they are about to
+  exchange; on a mismatch every rank raises an error that lists what each rank asked for.
+- Two threads that share a group mix up their messages. So every communicating thread has its own channel.
 
-On an accelerator the bytes go by the backend's own collectives (NCCL); what is agreed upon goes by gloo all the same.
+On an accelerator the data goes through the backend's collectives (NCCL); the agreement still goes through gloo.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankErr
 from zero_infinity.policy.partition import Span
 from zero_infinity.trace import RANKS, Category, Trace
 
-_AGREEMENT, _DATA, _CUT = 0, 1, 2  # tags
+_AGREEMENT, _DATA, _CUT = 0, 1, 2  # message tags
 _AT_ONCE = timedelta(milliseconds=1)
-# How long it may take until all threads that met the same divergence have noticed it.
-_PARTED_SECONDS = 1.0
-# Of a thread that was told to end, for what it is in the middle of.
+# How long the threads of a rank may take to notice the same divergence.
+_DIVERGENCE_SECONDS = 1.0
+# How long a thread that was told to end may take to finish its current exchange.
 _GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """What an exchange is about: `number` is the same on every rank that means the same."""
+    """What an exchange is about. `number` is the same on every rank for the same topic."""
 
     kind: str
     number: int
@@ -46,7 +46,7 @@ class Topic:
 
 
 class Traffic:
-    """Bytes that this rank has sent, and calls, by kind of exchange."""
+    """Bytes sent by this rank, and number of calls, by kind of exchange."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,22 +64,22 @@ class Traffic:
 
 
 class RankStatus(Protocol):
-    """What is known of ranks and of what they exchange."""
+    """What is known about the other ranks and about the topics they exchange."""
 
-    divergences: dict[Channel, DivergenceError]  # that this rank has seen, on wires that have not agreed again since
+    divergences: dict[Channel, DivergenceError]  # seen here, on channels that have not agreed since
 
     def describe(self, rank: int) -> list[str]:
-        """What is known of a rank that is lost, and of others that have ended."""
+        """Return what is known about a lost rank, and about others that have ended."""
 
     def name_of(self, number: int) -> str:
-        """The name of what another rank wants."""
+        """Return the name of the topic with this number."""
 
     def note(self, text: str) -> None:
-        """Leave word of how this rank has fared."""
+        """Leave a note for other ranks about how this rank ended."""
 
 
 class GroupConnections(Protocol):
-    """A backend's, as far as they are used here: to every other rank."""
+    """The part of a backend's process group that is used here."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -89,7 +89,7 @@ class GroupConnections(Protocol):
 
 
 class Channel:
-    """Exchanges of one thread with the same thread of every other rank."""
+    """Collectives of one thread with the same thread of every other rank."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Channel:
         trace: Trace | None = None,
     ) -> None:
         self._control: GroupConnections | None = control
-        self._data = data  # of an accelerator; None: everything goes by the control group
+        self._data = data  # the accelerator's group; None: everything goes through the control group
         self._traffic = traffic
         self._directory = directory
         self._trace = trace
@@ -110,20 +110,20 @@ class Channel:
         self._num_exchanges = 0
 
     def cut(self) -> None:
-        """Break the connections: whoever waits on them, here or on another rank, gets an error at once."""
+        """Break the connections: every thread waiting on them, on any rank, gets an error immediately."""
         if self._control is None:
             return
         try:
-            # A wait that has timed out closes everything; gloo has no other way to be told.
+            # A wait that times out closes all connections; gloo offers no other way to close them.
             self._control.recv([torch.empty(1)], self.peers[0], _CUT).wait(_AT_ONCE)
         except RuntimeError:
             return
 
     def end(self, thread: threading.Thread, wake: Callable[[], None] | None = None) -> None:
-        """Wait for the end of the thread that uses the wire, which has been told to end.
+        """Join the thread that uses this channel; it has already been told to end.
 
-        The others may be about to exchange the same as it: it may go on while that gets anywhere. Then the wire is cut,
-        and `wake` is called, which is to end all its other waits.
+        Other ranks may be in the same exchange, so the thread may continue while exchanges make progress. After that
+        the connections are cut and `wake` is called, which must end all of the thread's other waits.
         """
         if threading.current_thread() is thread:
             return
@@ -141,11 +141,11 @@ class Channel:
             raise StuckThreadError(thread.name)
 
     def close(self) -> None:
-        """Give the connections back. Nobody may be waiting on them."""
+        """Release the connections. No thread may be waiting on them."""
         self._control = None
 
     def agree(self, topic: Topic, say: Sequence[int] = ()) -> list[list[int]]:
-        """Make sure that every rank is about to do the same, and hear what each has to say of it (by rank)."""
+        """Check that every rank is about to do the same exchange. Returns each rank's `say`, by rank."""
         self._num_exchanges += 1
         mine = torch.tensor([self._num_exchanges, topic.number, *say], dtype=torch.int64)
         theirs = {rank: torch.empty_like(mine) for rank in self.peers}
@@ -158,7 +158,7 @@ class Channel:
         return [numbers[2:] for numbers in said]
 
     def gather(self, topic: Topic, wholes: Sequence[tuple[torch.Tensor, Sequence[Span]]]) -> None:
-        """Each rank has its own span of each tensor in place, and gets all others."""
+        """All-gather: each rank has its own span of each tensor in place and receives all others."""
         own = [whole[spans[self.rank].start : spans[self.rank].stop] for whole, spans in wholes]
         theirs = {rank: [whole[spans[rank].start : spans[rank].stop] for whole, spans in wholes] for rank in self.peers}
         start = time.perf_counter()
@@ -166,7 +166,7 @@ class Channel:
         self._note(topic, start, sum(part.nbytes for part in own) * len(self.peers))
 
     def spread(self, topic: Topic, whole: torch.Tensor) -> None:
-        """Give every rank the values that the first one has."""
+        """Broadcast the values of rank 0."""
         if self.rank == 0:
             start = time.perf_counter()
             self._exchange({rank: [whole] for rank in self.peers}, {}, _DATA, topic.name)
@@ -175,9 +175,9 @@ class Channel:
             self._exchange({}, {0: [whole]}, _DATA, topic.name)
 
     def reduce(self, topic: Topic, rows: Sequence[torch.Tensor], received: torch.Tensor, out: torch.Tensor) -> None:
-        """Send each rank its row, and put the sum of one's own rows, taken in the order of ranks, into `out`.
+        """Reduce-scatter: send each rank its row, and sum this rank's rows, in rank order, into `out`.
 
-        `received` is room for one row of each other rank.
+        `received` holds one row from each other rank.
         """
         length = len(out)
         theirs = {rank: received[number, :length] for number, rank in enumerate(self.peers)}
@@ -192,7 +192,7 @@ class Channel:
                 out.add_(row)
 
     def _note(self, topic: Topic, start: float, num_bytes: int) -> None:
-        """Something was exchanged."""
+        """Record an exchange."""
         self._traffic.add(topic.kind, num_bytes)
         if self._trace is not None:
             name, seconds = f"{topic.name}: {topic.kind}", time.perf_counter() - start
@@ -239,11 +239,11 @@ class Channel:
         torch.accelerator.current_stream().synchronize()
 
     def _lost(self, rank: int, name: str, error: RuntimeError) -> BaseException:
-        # A rank that finds that ranks have parted leaves. Then that is the reason, and another thread of this rank
-        # knows it, or will in a moment.
-        deadline = time.monotonic() + _PARTED_SECONDS
+        # A rank that detects a divergence closes its connections. Then the divergence is the real cause, and another
+        # thread of this rank knows about it or is about to.
+        deadline = time.monotonic() + _DIVERGENCE_SECONDS
         while not self._directory.divergences and time.monotonic() < deadline:
-            time.sleep(_PARTED_SECONDS / 100)
+            time.sleep(_DIVERGENCE_SECONDS / 100)
         divergence = next(iter(self._directory.divergences.values()), None)
         if divergence is not None:
             return again(divergence)
@@ -253,7 +253,7 @@ class Channel:
         return LostRankError(
             f"rank {rank} did not answer while rank {self.rank} was waiting for {name!r}\n"
             f"  why:   {reason}{known}\n"
-            "  fix:   see what that rank has printed; the same number of batches and the same calls on every rank"
+            "  fix:   read that rank's output; every rank must run the same number of batches and the same calls"
         )
 
     def _divergence(self, topic: Topic, numbers: list[int]) -> DivergenceError:
@@ -266,8 +266,8 @@ class Channel:
             for number, ranks in sorted(wanted.items(), key=lambda item: item[1])
         )
         error = DivergenceError(
-            f"ranks have parted: they want different things next ({topic.kind}){sides}\n"
-            "  fix:   let every rank call the same modules in the same order, as often"
+            f"ranks diverged: mismatched collectives ({topic.kind}){sides}\n"
+            "  fix:   every rank must call the same modules in the same order, the same number of times"
         )
         error.wanted = tuple(numbers)
         return error

@@ -1,4 +1,4 @@
-"""The channels of one model to the other ranks: one for each thread that communicates."""
+"""The channels of one model to the other ranks: one per communicating thread."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.partition import Sharding
 
-# The topic of what is exchanged before the first step; no unit has this number.
+# Topic number of exchanges before the first step; no unit has this number.
 START = -10
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Each belongs to one thread."""
+    """Each channel belongs to one thread."""
 
-    steps: Channel  # the thread that computes
+    steps: Channel  # the compute thread
     gradients: Channel  # reduce-scatter
     copies: Channel | None  # all-gather of sharded parameters, before use
     updates: Channel | None  # all-gather of updated shards, after the optimizer step
@@ -35,7 +35,7 @@ def connect(
 ) -> Channels:
     """Connect to the other ranks and check that they have the same model.
 
-    `unit_names`: by the units' numbers. `copies_on`: the device on which sharded units are gathered.
+    `unit_names` are in order of unit number. `copies_on` is the device on which sharded units are gathered.
     """
     ranks.names.update(unit_names)
     copies = ranks.channel("parameters", copies_on) if sharding.shards_parameters and copies_on is not None else None

@@ -1,7 +1,7 @@
-"""The ranks that train one model together: their wires, and what they tell each other about how they are.
+"""The ranks that train one model: their channels, and the notes they exchange through the key-value store.
 
-Beside the wires there is the store that torch's process groups keep: each rank leaves notes there, which the others
-read when it does not answer, and outcomes that all have to know before anyone goes on.
+The key-value store is the one that torch's process groups use. Each rank leaves notes there, which other ranks read
+when it stops answering, and outcomes that every rank needs before any rank continues.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zero_infinity.comm.channel import Channel, GroupConnections, Traffic
 from zero_infinity.errors import DivergenceError, LostRankError, RankError, UsageError
 from zero_infinity.trace import Trace
 
-# A rank that is gone has closed its connections before, or after, it left word: wait a moment for that.
+# A lost rank may close its connections before it writes its note: wait this long for the note.
 _NOTE_SECONDS = 0.5
 _CPU = torch.device("cpu")
-# Every engine has names of its own in its group's store: the members of a group make engines on it in the same order.
+# Prefixes of engines in the group's store. The members of a group create engines on it in the same order.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def find_group(
     group: ProcessGroup | DeviceMesh | None, make_traffic: Callable[[], Traffic] = Traffic
 ) -> RankGroup | None:
-    """The ranks of `group`, or of the default group; None when there is one rank."""
+    """Return the ranks of `group`, or of the default group; None for a single rank."""
     if group is None:
         if not dist.is_available() or not dist.is_initialized():
             return None
@@ -46,12 +46,12 @@ def find_group(
         if group.ndim != 1:
             raise UsageError(
                 f"the device mesh has {group.ndim} dimensions, {group.mesh_dim_names}\n"
-                '  fix:   give the one to shard over: group=mesh["dp"]'
+                '  fix:   pass the dimension to shard over: group=mesh["dp"]'
             )
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise UsageError(
-            "this process is not a member of the process group that it was given\n"
+            "this process is not a member of the given process group\n"
             "  fix:   call zi.prepare on the ranks of the group only"
         )
     return RankGroup(group, make_traffic()) if group.size() > 1 else None
@@ -67,25 +67,25 @@ class RankGroup:
         number = next(_numbers[group.group_name])
         self._store = PrefixStore(f"zero_infinity/{number}", store_of(group))
         self._timeout = _timeout_of(group)
-        # Those that share this machine's memory, as torchrun says it.
+        # The ranks that share this machine's memory, according to torchrun.
         self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
         self.traffic = traffic
         self._trace: Trace | None = None
-        self.names: dict[int, str] = {}  # of what is exchanged, by number
+        self.names: dict[int, str] = {}  # of topics, by number
         self.divergences: dict[Channel, DivergenceError] = {}
         self._num_steps = 0
-        # Numbers for calls in which ranks tell each other things, each of which can be told once.
+        # Numbers of calls in which ranks exchange values; each value can be set only once.
         self.call_numbers = itertools.count()
         self._noted = False
         self._channels: list[Channel] = []
 
     def channel(self, purpose: str, device: torch.device = _CPU) -> Channel:
-        """A wire for one thread, and tensors on `device`. Every rank makes the same ones in the same order."""
+        """Create a channel for one thread and tensors on `device`. All ranks create the same ones in the same order."""
         data = None if device.type == "cpu" else self._accelerator_group(device)
         name = f"wire/{len(self._channels)}"
         try:
-            # Not dist.new_group: the names that it makes up depend on how many groups a process has at the moment, and
-            # when one goes is up to each rank's garbage collector.
+            # Not dist.new_group: the names it generates depend on how many groups a process currently has, and each
+            # rank's garbage collector decides when a group goes away.
             control = ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.num_ranks, self._timeout)
         except RuntimeError as lost:
             raise LostRankError(
@@ -98,8 +98,8 @@ class RankGroup:
     def _accelerator_group(self, device: torch.device) -> GroupConnections:
         if device.type != "cuda":
             raise UsageError(
-                f"several ranks are not supported on {device.type}: there is no backend to exchange its tensors with\n"
-                "  fix:   one rank, or CUDA"
+                f"several ranks are not supported on {device.type}: no backend can exchange its tensors\n"
+                "  fix:   use one rank, or CUDA"
             )
         store = PrefixStore(f"wire/{len(self._channels)} on {device.type}", self._store)
         return cast(
@@ -107,54 +107,54 @@ class RankGroup:
         )
 
     def trace_into(self, trace: Trace) -> None:
-        """Channels that are made from now on record what they exchange."""
+        """Record the exchanges of channels created from now on."""
         self._trace = trace
 
     def steps_taken(self, num_steps: int) -> None:
-        """How far this rank has come, for the note that it leaves."""
+        """Set the step count that this rank's note reports."""
         self._num_steps = num_steps
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Release the connections."""
         for channel in self._channels:
             channel.close()
 
     # ------------------------------------------------------------------ notes
 
     def note(self, text: str) -> None:
-        """Leave word of how this rank has fared, for those who miss it. The first word counts."""
+        """Leave a note about how this rank ended, for ranks that wait for it. Only the first note is kept."""
         if self._noted:
             return
         self._noted = True
         try:
             self._store.set(f"note/{self.rank}", text)
         except RuntimeError:
-            return  # whoever keeps the store is gone; that is told by the wires
+            return  # the store's process is gone; the channels report that
 
     def leave(self) -> None:
-        """This rank's engine ends: say so to those who may still wait for it."""
-        error: BaseException | None = getattr(sys, "last_value", None)  # of which the interpreter ends
+        """Note that this rank's engine ends, for ranks that may still wait for it."""
+        error: BaseException | None = getattr(sys, "last_value", None)  # the exception that ends the interpreter
         reason = f" with {type(error).__name__}: {_first_line(error)}" if error is not None else ""
         self.note(f"ended after {self._num_steps} steps{reason}")
 
     def describe(self, rank: int) -> list[str]:
-        """What is known of another rank that does not answer any more, and of others that have ended."""
+        """Return what is known about a rank that no longer answers, and about others that have ended."""
         deadline = time.monotonic() + _NOTE_SECONDS
         try:
             while not self._store.check([f"note/{rank}"]) and time.monotonic() < deadline:
                 time.sleep(0.01)
             others = [r for r in range(self.num_ranks) if r != self.rank and self._store.check([f"note/{r}"])]
             return [f"rank {r} {self._store.get(f'note/{r}').decode()}" for r in others]
-        except RuntimeError:  # whoever keeps the store is gone
+        except RuntimeError:  # the store's process is gone
             return []
 
     def name_of(self, number: int) -> str:
-        """The name of what is exchanged under a number."""
+        """Return the name of the topic with this number."""
         return self.names.get(number, f"#{number}")
 
     @contextmanager
     def agreed(self, phase: str) -> Iterator[None]:
-        """Go on after `phase` only when it went well on every rank."""
+        """Continue after `phase` only if it succeeded on every rank."""
         try:
             yield
         except Exception as error:
@@ -163,34 +163,34 @@ class RankGroup:
         self.all_well(phase, None)
 
     def tell(self, what: str, value: str) -> list[str]:
-        """Tell the others, and hear what each says (by rank). Each `what` can be told once."""
+        """Exchange one value per rank; returns all of them by rank. Each `what` can be used once."""
         try:
             self._store.set(f"{what}/{self.rank}", value)
         except RuntimeError as lost:
-            raise LostRankError(f"the ranks' common store is gone ({lost})") from lost
+            raise LostRankError(f"the ranks' key-value store is gone ({lost})") from lost
         return [self._told(what, rank) for rank in range(self.num_ranks)]
 
     def is_first_to(self, act: str) -> bool:
-        """Whether no rank has asked this before."""
+        """True if no rank has asked this before."""
         return bool(self._store.add(f"first/{act}", 1) == 1)
 
     def all_same(self, what: str, value: str, fix: str) -> None:
-        """Raise when ranks differ in `what`."""
+        """Raise if ranks differ in `what`."""
         found = self.tell(what, value)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise UsageError(f"rank {rank} differs from rank 0 in {what}: {other} and {found[0]}\n  fix:   {fix}")
 
     def smallest(self, what: str, value: int) -> int:
-        """The smallest value that any rank has of `what`."""
+        """Return the smallest value of `what` over all ranks."""
         return min(map(int, self.tell(what, str(value))))
 
     def all_well(self, phase: str, error: Exception | None) -> None:
-        """Tell the others how `phase` went here, and raise when it failed anywhere."""
+        """Tell the other ranks the outcome of `phase` here, and raise if it failed on any rank."""
         try:
             self._store.set(f"{phase}/{self.rank}", f"{type(error).__name__}: {error}" if error is not None else "")
         except RuntimeError as lost:
-            raise error or LostRankError(f"the ranks' common store is gone ({lost})") from error
+            raise error or LostRankError(f"the ranks' key-value store is gone ({lost})") from error
         if error is not None:
             raise error
         for rank in range(self.num_ranks):
@@ -206,11 +206,11 @@ class RankGroup:
             self._store.wait([key], self._timeout)
             return str(self._store.get(key).decode())
         except RuntimeError as lost:
-            raise LostRankError(f"rank {rank} did not get through {phase} ({lost})") from lost
+            raise LostRankError(f"rank {rank} did not complete {phase} ({lost})") from lost
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
-    """What the user set for the group, or torch's own."""
+    """Return the timeout that the user set for the group, or torch's default."""
     for device in ("cpu", "cuda"):
         try:
             return timeout_of(group, torch.device(device))

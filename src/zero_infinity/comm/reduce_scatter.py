@@ -1,10 +1,10 @@
-"""Reduce-scatter of gradients while backward runs: each rank gets the average of its own shard.
+"""Reduce-scatters gradients during backward: each rank gets the average of its own shard.
 
-Gradients come in whole and leave in rows, one for each rank, through buckets of constant size, so memory does not grow
-with the model. A row that lies inside one gradient is sent from where it is; one that spans several gradients, or that
-is sent in another dtype, is first copied into the bucket. Small units share one bucket.
+Whole gradients come in and are sent as rows, one per rank, through buckets of constant size, so memory does not grow
+with the model. A row that lies inside one gradient is sent without a copy; a row that spans several gradients, or is
+sent in another dtype, is first copied into the bucket. Small units share a bucket.
 
-One thread does this, in submission order, which is the same on every rank.
+A single thread does this, in submission order, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zero_infinity.policy.partition import ShardLayout, Span
 
 @dataclass(frozen=True, slots=True)
 class LocalGradients:
-    """The gradients that this rank has of one unit: flat tensors by their offset in the unit; the rest is zero."""
+    """This rank's gradients of one unit: flat tensors by their offset in the unit; the rest is zero."""
 
     shards: ShardLayout
     sum_dtype: torch.dtype
     pieces: Mapping[int, torch.Tensor]
 
     def inside_one(self, span: Span, dtype: torch.dtype) -> torch.Tensor | None:
-        """The elements of `span` without a copy, when one gradient of this dtype has all of them."""
+        """Return the elements of `span` without a copy if a single gradient of this dtype contains them all."""
         for offset, flat in self.pieces.items():
             if offset <= span.start and span.stop <= offset + len(flat) and flat.dtype == dtype:
                 return flat[span.start - offset : span.stop - offset]
@@ -49,7 +49,7 @@ class LocalGradients:
 
 
 class ReducedShard:
-    """The average over ranks of elements `span` of a unit, once it is ready."""
+    """The average over ranks of the elements `span` of a unit, available once it is ready."""
 
     __slots__ = ("_elements", "_error", "_ready", "span")
 
@@ -92,14 +92,14 @@ class _Task:
 
 
 class ReduceScatter:
-    """Averages gradients over ranks, on a thread of its own."""
+    """Averages gradients over ranks on its own thread."""
 
     def __init__(
         self, channel: Channel, bucket_bytes: int, *, wire_dtype: torch.dtype | None, all_reduce: bool
     ) -> None:
         self._channel = channel
-        self._bucket_bytes = bucket_bytes  # for all rows that are sent, and as much for those that are received
-        self._dtype = wire_dtype  # None: the gradients' own
+        self._bucket_bytes = bucket_bytes  # for all rows sent, and the same again for rows received
+        self._dtype = wire_dtype  # None: the dtype of the gradients
         self._all_reduce = all_reduce  # every rank gets the whole average (stage 0)
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -108,7 +108,7 @@ class ReduceScatter:
         self._thread.start()
 
     def submit(self, topic: Topic, units: Sequence[LocalGradients], released: Callable[[], None]) -> list[ReducedShard]:
-        """Average these gradients over all ranks. `released` is called when the gradients are no longer needed."""
+        """Average these gradients over all ranks. `released` is called once the gradients are no longer needed."""
         results = [
             ReducedShard(Span(0, unit.shards.num_elements) if self._all_reduce else unit.shards.owned) for unit in units
         ]
@@ -130,7 +130,7 @@ class ReduceScatter:
                     raise again(self._error)
                 with torch.no_grad():
                     self._reduce(task)
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the result
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the result
                 self._error = error.with_traceback(None)
                 for result in task.results:
                     result.fail(self._error)
@@ -173,7 +173,7 @@ class ReduceScatter:
     def _bucket(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         if dtype not in self._buckets:
             length = self._bucket_bytes // dtype.itemsize // self._channel.num_ranks
-            self._buckets.clear()  # only one pair at a time is accounted for
+            self._buckets.clear()  # the budget has room for one pair
             self._buckets[dtype] = (
                 torch.empty(self._channel.num_ranks, length, dtype=dtype),
                 torch.empty(self._channel.num_ranks - 1, length, dtype=dtype),
@@ -183,7 +183,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """`size` elements from `begin` on of every rank's shard of a unit."""
+    """`size` elements, starting at `begin`, of every rank's shard of a unit."""
 
     unit: LocalGradients
     total: torch.Tensor
@@ -196,7 +196,7 @@ class _Piece:
 
 
 def _fill(members: list[tuple[LocalGradients, torch.Tensor]], length: int) -> Iterator[list[_Piece]]:
-    """Cut the shards so that each row of what is yielded has at most `length` elements."""
+    """Split the shards so that each yielded row has at most `length` elements."""
     pieces: list[_Piece] = []
     room = length
     for unit, total in members:
@@ -214,7 +214,7 @@ def _fill(members: list[tuple[LocalGradients, torch.Tensor]], length: int) -> It
 
 
 def _row(pieces: list[_Piece], rank: int, bucket: torch.Tensor) -> torch.Tensor:
-    """What is sent to `rank` of these pieces."""
+    """Return the row of these pieces for `rank`."""
     if len(pieces) == 1:
         found = pieces[0].unit.inside_one(pieces[0].span_of(rank), bucket.dtype)
         if found is not None:

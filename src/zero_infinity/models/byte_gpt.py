@@ -1,7 +1,7 @@
-"""The built-in model: a small byte-level GPT in plain PyTorch, which knows nothing of offloading.
+"""The built-in model: a small byte-level GPT in plain PyTorch, independent of offloading.
 
-Pre-norm blocks, learned positions, causal attention. Each module initialises its own weights when it is made, so that
-the model can be built piece by piece where the whole does not fit in memory.
+Pre-norm blocks, learned positions, causal attention. Each module initialises its own weights when constructed, so the
+model can be built piece by piece if the whole does not fit in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EMBEDDING_STD = 0.02
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte. Called with targets it returns the mean loss, without it the logits."""
+    """Predicts the next byte. Returns the mean loss if called with targets, otherwise the logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ByteGPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         length = tokens.shape[-1]
         if length > self.shape.seq:
-            raise UsageError(f"{length} tokens were given, but the model has positions for {self.shape.seq}")
+            raise UsageError(f"got {length} tokens, but the model has positions for {self.shape.seq}")
         hidden: Tensor = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
         for block in self.blocks:
             hidden = block(hidden)

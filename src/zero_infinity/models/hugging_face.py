@@ -1,7 +1,7 @@
-"""A Hugging Face model with random weights, from a config.json alone: nothing is downloaded.
+"""Hugging Face models with random weights, built from a config.json alone; nothing is downloaded.
 
-Owns what a config may say, which model it stands for, and what that takes. Trained are language models, on bytes; any
-other kind is only described, for a plan.
+Owns which configs are accepted, which model a config describes, and what inputs that model takes. Only language models
+are trained, on bytes; any other kind is only described, for a plan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.presets import VOCABULARY
 
-# Numbers that every model of the kind needs: at least 1, and at most this many. Beyond it is a slip of the finger, and
-# building such a model module by module would take hours before anything fails.
+# Numbers that every model of the kind needs: at least 1, and at most this many. A larger one is a typo, and building
+# such a model module by module would take hours before anything fails.
 _MOST = {
     "hidden_size": 10**7,
     "intermediate_size": 10**8,
@@ -36,7 +36,7 @@ _MOST = {
     "decoder_layers": 10**4,
 }
 
-_USUAL_IMAGE_SIZE = 224  # convolutions take any, and their configs name none
+_USUAL_IMAGE_SIZE = 224  # convolutions accept any size, and their configs give none
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class HuggingFaceConfig:
 
     @property
     def max_seq(self) -> int | None:
-        """The most tokens that the model has positions for, where it says so."""
+        """The largest number of tokens that the model has positions for, if its config says so."""
         text = self.settings.get_text_config()
         for name in ("max_position_embeddings", "max_target_positions"):
             limit = getattr(text, name, None)
@@ -58,8 +58,8 @@ class HuggingFaceConfig:
         return None
 
     def build(self, *, without_memory: bool = False) -> nn.Module:
-        """The model; `without_memory`: for tensors without values, which no initialisation could look at."""
-        # Experts run without memory in 16 bits only.
+        """Return the model; `without_memory`: for tensors without memory, which no initialisation can read."""
+        # Without memory, experts run in 16 bits only.
         settings = {"dtype": torch.bfloat16} if without_memory and part_of_experts(self) < 1 else {}
         with _uninitialised() if without_memory else nullcontext():
             model: nn.Module = self.model_class._from_config(self.settings, **settings)
@@ -78,16 +78,16 @@ def read_config(path: Path) -> HuggingFaceConfig:
     vocabulary = getattr(settings, "vocab_size", 0)
     if not isinstance(vocabulary, int) or vocabulary < VOCABULARY:
         raise ConfigError(
-            f"hf: {path} has a vocabulary of {vocabulary}, but text is trained on as bytes\n"
+            f"hf: {path} has a vocabulary of {vocabulary}, but training data is bytes\n"
             f'  fix:   "vocab_size": {VOCABULARY} or more'
         )
     return HuggingFaceConfig(path, settings, mapping[type(settings)])
 
 
 def read_any_config(path: Path) -> HuggingFaceConfig:
-    """Read the `config.json` of any model that transformers knows, or the one in a folder: to plan with, not to train.
+    """Read the `config.json` of any model that transformers knows, or the one in a folder: for planning, not training.
 
-    The model is what "architectures" says; without it the usual one of its kind.
+    The model is the one in "architectures"; without it, the usual one of its kind.
     """
     path, values = _read(path)
     settings = _make_settings(path, values)
@@ -108,21 +108,21 @@ def read_any_config(path: Path) -> HuggingFaceConfig:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The model's own training loss; it shifts the labels by one itself."""
+    """Return the model's own training loss; the model shifts the labels by one."""
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
 def inputs_of(config: HuggingFaceConfig, model: nn.Module, seq: int) -> list[dict[str, Any]]:
-    """What to call a model with, to see what it does: one sequence, one picture, or both; the likeliest first.
+    """Return arguments to call a model with: one sequence, one picture, or both; the likeliest first.
 
-    Nothing where it takes what cannot be told from its config. The tensors are made on the default device.
+    Empty if the config does not tell what the model takes. The tensors are made on the default device.
     """
     accepted = inspect.signature(model.forward).parameters
     text: dict[str, Any] = {}
     tokens = torch.zeros(1, seq, dtype=torch.long)
     settings = config.settings
-    if "input_features" in accepted and hasattr(settings, "num_mel_bins"):  # speech: two frames a position
+    if "input_features" in accepted and hasattr(settings, "num_mel_bins"):  # speech: two frames per position
         text["input_features"] = torch.zeros(1, settings.num_mel_bins, 2 * settings.max_source_positions)
     elif "input_ids" in accepted:
         text["input_ids"] = tokens
@@ -140,7 +140,7 @@ def inputs_of(config: HuggingFaceConfig, model: nn.Module, seq: int) -> list[dic
 
 
 def num_patches(config: HuggingFaceConfig) -> int | None:
-    """The length of the sequence that a model makes of a picture; None for one that reads text."""
+    """Return the sequence length that a model makes of a picture; None for a text model."""
     if config.model_class.main_input_name != "pixel_values":
         return None
     vision = getattr(config.settings, "vision_config", config.settings)
@@ -150,7 +150,7 @@ def num_patches(config: HuggingFaceConfig) -> int | None:
 
 
 def part_of_experts(config: HuggingFaceConfig) -> float:
-    """How many of its experts a token goes through, of all of them; 1 for a model without."""
+    """Return the fraction of its experts that a token uses; 1 for a model without experts."""
     settings = config.settings.get_text_config()
     used = getattr(settings, "num_experts_per_tok", None)
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -161,7 +161,7 @@ def part_of_experts(config: HuggingFaceConfig) -> float:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line: of those with several, the last has the numbers."""
+    """Return an error in one line; of an error with several lines, the last has the numbers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) or "no reason given"
     return f"{type(error).__name__}: {text}" if isinstance(error, LookupError | ArithmeticError) else text
@@ -175,7 +175,7 @@ def _usual_kinds(*, is_encoder_decoder: bool) -> list[Any]:
 
 
 def _predicts_tokens(config: HuggingFaceConfig) -> bool:
-    """Whether labels are tokens, one for each position."""
+    """True if labels are tokens, one per position."""
     import transformers as t
 
     kinds = (t.AutoModelForCausalLM, t.AutoModelForMaskedLM, t.AutoModelForSeq2SeqLM, t.AutoModelForSpeechSeq2Seq)
@@ -187,7 +187,7 @@ def _image_size(vision: Any) -> tuple[int, int]:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Height and width, however a config says it."""
+    """Return height and width from either form in a config."""
     if isinstance(value, int) and value > 0:
         return value, value
     if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
@@ -206,15 +206,15 @@ def _read(path: Path) -> tuple[Path, dict[str, Any]]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"hf: {path} is not JSON: {error}\n  fix:   give the config.json of a model, as saved by it"
+            f"hf: {path} is not JSON: {error}\n  fix:   use the config.json that the model was saved with"
         ) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ConfigError(f"hf: {path} names no model_type\n  fix:   give the config.json of a model, as saved by it")
+        raise ConfigError(f"hf: {path} names no model_type\n  fix:   use the config.json that the model was saved with")
     return path, values
 
 
 def _make_settings(path: Path, values: dict[str, Any]) -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: it shall ask no server
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: contact no server
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, logging
     except ImportError:
@@ -230,10 +230,10 @@ def _make_settings(path: Path, values: dict[str, Any]) -> Any:
         )
     try:
         settings = AutoConfig.for_model(**values)
-    except Exception as error:  # noqa: BLE001 - each model's config checks its values in its own way
+    except Exception as error:  # noqa: BLE001 - each model's config validates its values differently
         raise ConfigError(
             f"hf: {path}: transformers refuses it: {reason(error)}\n"
-            "  fix:   the values that a model of this type was saved with"
+            "  fix:   use the values that a model of this type was saved with"
         ) from None
     _check_numbers(path, settings)
     return settings
@@ -251,7 +251,7 @@ def _check_numbers(path: Path, settings: Any) -> None:
 
 @contextmanager
 def _uninitialised() -> Iterator[None]:
-    """Models are made without values: some ways to draw them look at what was drawn."""
+    """Models are made without values: some initialisations read the values that they have drawn."""
     from transformers import PreTrainedModel
 
     initialise = PreTrainedModel.initialize_weights

@@ -1,4 +1,4 @@
-"""Shapes of the built-in model, by name, with their exact parameter counts. Imports no torch."""
+"""Shapes of the built-in model by name, with exact parameter counts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from zero_infinity.errors import ConfigError
 
-VOCABULARY = 256  # one token for each byte
+VOCABULARY = 256  # one token per byte
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides the size of a byte-level GPT. `tied` shares the embedding's matrix with the head."""
+    """The shape of a byte-level GPT. `tied` shares the embedding's matrix with the head."""
 
     layers: int
     hidden: int
@@ -33,15 +33,15 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Exactly what `ByteGPT(shape)` has."""
+        """The exact number of parameters of `ByteGPT(shape)`."""
         norm = 2 * self.hidden  # weight and bias
         block = 2 * norm + 12 * self.hidden**2  # queries, keys and values 3, projection 1, two of the MLP 4 each
         head = 0 if self.tied else VOCABULARY * self.hidden
         return (VOCABULARY + self.seq) * self.hidden + self.layers * block + norm + head
 
 
-# The usual widths; depths are chosen so that the count is what the name says. Bytes need a vocabulary of 256 only, so
-# there is no large embedding as in GPT-2, and "125M" has fewer and wider layers than its 12 x 768.
+# The usual widths; depths are chosen so that the count matches the name. Bytes need a vocabulary of only 256, so there
+# is no large embedding as in GPT-2, and "125M" has fewer and wider layers than its 12 x 768.
 PRESETS = {
     "1M": Shape(layers=5, hidden=128, heads=4, seq=128),
     "5M": Shape(layers=6, hidden=256, heads=4, seq=256),
@@ -57,7 +57,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Shape:
-    """The shape of that name, in either case."""
+    """Return the shape with that name, in either case."""
     by_name = {known.lower(): shape for known, shape in PRESETS.items()}
     if name.lower() in by_name:
         return by_name[name.lower()]

@@ -1,8 +1,8 @@
-"""Text files as one long string of bytes, and batches of windows of it.
+"""Training text: files as one byte string, and seeded random batches of windows of it.
 
-Owns which files are taken, in which order, and which windows make up a batch. Memory is bounded: only the list of
-files is kept, and a window is read from its file when it is needed. Batch `i` is a function of the seed and of `i`
-alone, so a position is one integer, and training goes on from it without replaying what came before.
+Owns which files are used, their order, and which windows make up a batch. Memory is bounded: only the list of files is
+kept, and a window is read from its file when needed. Batch `i` depends only on the seed and `i`, so a position is one
+integer, and training resumes from it without replaying earlier batches.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from zero_infinity.errors import ConfigError, StorageError
 from zero_infinity.units import format_bytes
 
-# Caches, installed packages and what version control keeps are not what anyone means by the text in a folder.
+# Caches, installed packages and version control data are not training text.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 _SNIFFED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Files, one after the other, with where each begins and the length of the whole."""
+    """Concatenated files, with the start of each and the total length."""
 
     files: tuple[Path, ...]
     starts: tuple[int, ...]
@@ -38,13 +38,13 @@ class Text:
 
     @classmethod
     def from_files(cls, files: Iterable[Path]) -> Self:
-        """These files, in this order; empty ones are left out."""
+        """Use these files, in this order; empty ones are skipped."""
         sizes = {file: size for file in files if (size := file.stat().st_size) > 0}
         *starts, total = accumulate(sizes.values(), initial=0)
         return cls(tuple(sizes), tuple(starts), total)
 
     def read(self, start: int, num_bytes: int) -> bytearray:
-        """`num_bytes` from `start` on, over the ends of files."""
+        """Return `num_bytes` starting at `start`, across file boundaries."""
         result = bytearray()
         index = bisect_right(self.starts, start) - 1
         while len(result) < num_bytes:
@@ -58,14 +58,14 @@ class Text:
 
 @dataclass(slots=True)
 class ByteBatches:
-    """Endless batches of windows of a text, chosen at random by `seed`. `position` is the number of the next batch."""
+    """Endless batches of random windows of a text, chosen by `seed`. `position` is the number of the next batch."""
 
     text: Text
     batch: int
     seq: int
     seed: int = 0
     position: int = 0
-    # Of several ranks each takes its own slice of the batch that one alone would take, of `num_ranks * batch`.
+    # Each rank takes its own slice of the batch of `num_ranks * batch` that a single rank would take.
     rank: int = 0
     num_ranks: int = 1
 
@@ -80,8 +80,8 @@ class ByteBatches:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Tokens and their targets, both (batch, seq): a target is the byte after."""
-        # Python promises the same numbers for a text seed in every version.
+        """Return tokens and their targets, both (batch, seq): a target is the next byte."""
+        # Python guarantees the same numbers for a string seed in every version.
         choice = random.Random(f"{self.seed}/{self.position}")
         last = self.text.num_bytes - self.seq - 1
         windows = bytearray()
@@ -94,7 +94,7 @@ class ByteBatches:
 
 
 def collect(paths: Sequence[Path]) -> Text:
-    """The text in files and folders. A file that was named is taken as it is; of a folder, what looks like text."""
+    """Return the text in files and folders. A named file is always used; of a folder, only text files."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -102,8 +102,8 @@ def collect(paths: Sequence[Path]) -> Text:
         elif path.is_file():
             files.append(path)
         else:
-            problem = "is no file and no folder" if path.exists() else "does not exist"
-            raise ConfigError(f"data: {path} {problem}\n  fix:   --data with text files or a folder of them")
+            problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+            raise ConfigError(f"data: {path} {problem}\n  fix:   pass text files or a folder of them to --data")
     text = Text.from_files(dict.fromkeys(files))
     if not text.num_bytes:
         raise ConfigError(f"data: there is no text in {', '.join(map(str, paths))}")
@@ -111,13 +111,13 @@ def collect(paths: Sequence[Path]) -> Text:
 
 
 def standard_library() -> Text:
-    """The source of Python's own library: text that every machine with Python has."""
+    """Return the source of Python's standard library: text that every machine with Python has."""
     folder = Path(sysconfig.get_path("stdlib"))
     return Text.from_files(file for file in _text_files(folder) if file.suffix == ".py")
 
 
 def _text_files(folder: Path) -> Iterator[Path]:
-    """Files without a zero byte at their beginning, in the order of their names; nothing hidden."""
+    """Yield files without a zero byte at their start, in name order; no hidden files."""
     for directory, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
         for name in sorted(names):
@@ -131,7 +131,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_part(file: Path, offset: int, num_bytes: int, least: int | None = None) -> bytes:
-    """Bytes of a file; an error when there are fewer than `least` (all of them where it is not given)."""
+    """Return bytes of a file; an error if there are fewer than `least` (by default, all of them)."""
     try:
         with file.open("rb", buffering=0) as handle:
             part = os.pread(handle.fileno(), num_bytes, offset)
@@ -140,7 +140,7 @@ def _read_part(file: Path, offset: int, num_bytes: int, least: int | None = None
         raise StorageError(error.errno, message, str(file)) from None
     if len(part) < (num_bytes if least is None else least):
         raise ConfigError(
-            f"data: {file} has become shorter: {num_bytes} bytes at {offset:,} were asked for, {len(part)} came\n"
-            "  fix:   leave the files alone while they are trained on"
+            f"data: {file} has become shorter: {num_bytes} bytes at {offset:,} were requested, {len(part)} were read\n"
+            "  fix:   do not change the files during training"
         )
     return part

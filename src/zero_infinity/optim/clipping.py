@@ -1,4 +1,4 @@
-"""Gradient norms and clipping, with the bits of `torch.nn.utils.clip_grad_norm_`."""
+"""Gradient norms and clipping, bit-identical to `torch.nn.utils.clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from zero_infinity.params.dtensor import whole_norms
 from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.unit import ManagedParameter
 
-# The norm of each gradient, by the parameter, or the tile of one, that it belongs to.
+# The norm of each gradient, by its parameter or tile of a parameter.
 Norms: TypeAlias = dict[ManagedParameter | nn.Parameter, torch.Tensor]
 
 
 def global_norms(norms: Mapping[ManagedParameter | nn.Parameter, torch.Tensor]) -> Norms:
-    """The norms of whole gradients, given those of local parts of DTensors."""
+    """Return the norms of whole gradients, given the norms of the local parts of DTensors."""
     parameters = [key.parameter if isinstance(key, ManagedParameter) else key for key in norms]
     return dict(zip(norms, whole_norms(list(norms.values()), parameters), strict=True))
 
 
 def clip_factor(norms: Norms, parameters: Sequence[nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The total norm over `parameters`, and the factor that clips it to `max_norm`."""
+    """Return the total norm over `parameters`, and the factor that clips it to `max_norm`."""
     found = [(p, norms[key]) for p in parameters for key in _parts_of(p) if key in norms]
     return total_norm(found), _factor(total_norm(found), max_norm)
 
 
 def clip(found: Sequence[tuple[torch.Tensor, torch.Tensor]], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for (parameter, norm of its gradient or of a part of it)."""
+    """Return the same for pairs of a parameter and the norm of its gradient or of a part of it."""
     norms = whole_norms([norm for _, norm in found], [parameter for parameter, _ in found])
     norm = total_norm([(parameter, norm) for (parameter, _), norm in zip(found, norms, strict=True)])
     return norm, _factor(norm, max_norm)
 
 
 def total_norm(norms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     if not norms:
         return torch.tensor(0.0)
-    # torch adds them up by dtype, in an order of its own, which decides about the last bit.
+    # torch groups norms by dtype and device before it adds them up, and that order determines the last bit.
     kinds = [torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in norms]
     ordered = [norms[number][1] for number in order_of_norms(kinds)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered))
@@ -52,6 +52,6 @@ def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _parts_of(parameter: nn.Parameter) -> Sequence[ManagedParameter | nn.Parameter]:
-    """Those that norms of its gradient are known of."""
+    """Return the parameter itself or its tiles: the keys of its norms."""
     known = managed(parameter)
     return known.parts if known is not None else [parameter]

@@ -1,11 +1,11 @@
-"""From a gradient to an update: what happens between autograd's hook and the worker.
+"""Takes gradients from autograd's hooks and submits optimizer updates, early in backward or in `step()`.
 
-A gradient that completes its unit while backward goes on is handed to the worker at once, when the last cycle
-says that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
-its chunks, which the policy may push out to NVMe, until `step()`. Either way `p.grad` is None after backward.
+A gradient that completes its unit during backward is submitted to the update worker immediately, if the last cycle
+shows that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
+its chunks, which the policy may evict to NVMe, until `step()`. In both cases `p.grad` is None after backward.
 
-Gradients that wait for the worker were allocated by autograd, outside of the pool. Room for them is set aside: when it
-is used up, the hook waits for the worker.
+Gradients that wait for the worker were allocated by autograd, outside the pool. A reserve is set aside for them; when
+it is used up, the hook waits for the worker.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from zero_infinity.run_trace import BACKWARD
 from zero_infinity.trace import DEVICE, HOST, Category
 
 _TORN = (
-    '\n  fix:   reload a checkpoint or build the model again; update="after_backward" in zi.Config keeps every '
-    "update for step()"
+    '\n  fix:   reload a checkpoint or rebuild the model; update="after_backward" in zi.Config runs every '
+    "update in step()"
 )
 
 
 class GradientFlow:
-    """Takes gradients in, hands updates out."""
+    """Takes gradients and submits updates."""
 
     def __init__(self, parts: GradientParts, settings: GradientSettings) -> None:
         self._host_cache = parts.host_cache
@@ -49,7 +49,7 @@ class GradientFlow:
         self._records = parts.records
         self._run_trace = parts.run_trace
         self._download = parts.download
-        # With an accelerator the host's cores are free for the update worker.
+        # With an accelerator, the host cores are free for the update worker.
         self._shares_cores = parts.download is None
         self._retained = RetainedGradients(parts.host_cache, parts.records)
         self._reserve = settings.reserve
@@ -59,7 +59,7 @@ class GradientFlow:
         self._last = StepHistory()
         self.cycle = StepHistory()
         self._early_units: frozenset[Unit] = frozenset()
-        self.same_order = False  # whether the next cycle is expected to go as the last one
+        self.same_order = False  # True if the next cycle is expected to repeat the last one
         self._synchronised = True  # False inside no_sync()
         self._graph_task = -1
         self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
@@ -67,22 +67,22 @@ class GradientFlow:
         self._lock = threading.Lock()
         self.norms: dict[ManagedParameter, torch.Tensor] = {}
         self.torn: str | None = None
-        self._early_settings: list[str] | None = None  # those of the first update of this cycle
-        self.seen: set[ManagedParameter] = set()  # those that have had a gradient since they were last set to None
+        self._early_settings: list[str] | None = None  # at the first early update of this cycle
+        self.seen: set[ManagedParameter] = set()  # had a gradient since it was last set to None
 
     # ------------------------------------------------------------------ events from the model
 
     def on_read(self, unit: Unit) -> None:
-        """A unit's value is read on the computing thread."""
+        """The compute thread reads a unit's values."""
         if unit.state.pending is Pending.UPDATE:
             raise TornStepError(
-                f"{unit.name!r} is read after it was updated and before optimizer.step(): the value would be the next "
+                f"{unit.name!r} is read after it was updated and before optimizer.step(): the values would be the next "
                 "step's" + _TORN
             )
         self.cycle.read(unit)
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
-        """Autograd has put a gradient on the parameter."""
+        """Autograd has accumulated a gradient on the parameter."""
         with no_torch_function():
             gradient = parameter.parameter.grad
             parameter.parameter.grad = None
@@ -94,19 +94,19 @@ class GradientFlow:
             self.take(part, part.rows_of(gradient))
 
     def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None:
-        """A function that uses a parameter in tiles has made a gradient of one, in backward."""
+        """A tiled operation has computed the gradient of one tile, in backward."""
         self._follow_backward()
         self._compute_thread.pass_by()
         self.take(tile, gradient)
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        """A gradient of `parameter` has come: keep it, or update with it."""
+        """Retain a gradient of `parameter`, or update with it."""
         unit = parameter.unit
         flat = self._flat(parameter, gradient)
         if self._may_update_early(unit):
             self._make_room(flat.nbytes, unit)
             waiting = self._waiting.setdefault(unit, {})
-            earlier = waiting.pop(parameter, None)  # a tile has a gradient for each use of its parameter
+            earlier = waiting.pop(parameter, None)  # a tile gets one gradient per use of its parameter
             if earlier is not None:
                 flat.add_(earlier)
                 self._release(earlier.nbytes)
@@ -116,7 +116,7 @@ class GradientFlow:
             self._retain(parameter, flat)
 
     def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient that has come, in the order of its unit's elements and in the record's dtype."""
+        """Return the gradient flat, in the order of its unit's elements, in the record's dtype."""
         gradient = local_gradient(parameter.parameter, gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
@@ -124,7 +124,7 @@ class GradientFlow:
                 "  fix:   build the embedding with sparse=False"
             )
         if parameter in self.cycle.updated_parameters:
-            self.torn = f"{parameter.name!r} got another gradient after its update was under way"
+            self.torn = f"{parameter.name!r} got another gradient after its update was submitted"
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
         self.seen.add(parameter)
@@ -166,7 +166,7 @@ class GradientFlow:
     def _backward_done(self) -> None:
         self.cycle.backward_complete = True
 
-    # ------------------------------------------------------------------ updating while backward goes on
+    # ------------------------------------------------------------------ updates during backward
 
     def _may_update_early(self, unit: Unit) -> bool:
         return (
@@ -182,8 +182,8 @@ class GradientFlow:
             return
         waiting = self._waiting.pop(unit)
         if unit.is_saved or self._sources.of(unit).aliased(unit):
-            # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value: it must not
-            # change under them.
+            # Autograd (retain_graph, a second graph) or the user (w.detach()) still holds the old value, which must not
+            # change while they hold it.
             self.cycle.deferred.add(unit)
             for parameter, flat in waiting.items():
                 self._retain(parameter, flat)
@@ -196,17 +196,17 @@ class GradientFlow:
         self._submit(unit, waiting, retained, ())
 
     def _mark_updated(self, unit: Unit, parameters: Iterable[ManagedParameter]) -> None:
-        """An update is submitted before `step()`."""
+        """Record that an update is submitted before `step()`."""
         unit.state.submit_update()
         self.cycle.updated.add(unit)
         self.cycle.updated_parameters.update(parameters)
 
     def _has_fired(self, unit: Unit) -> bool:
-        """Whether each of its parameters has had as many gradients as in the last cycle."""
+        """True if each of its parameters has had as many gradients as in the last cycle."""
         return all(self.cycle.firings.get(p, 0) >= self._last.firings.get(p, 0) for p in unit.parameters)
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
-        """Wait until a gradient of this size fits in what is set aside; move what waits for its unit into blocks."""
+        """Wait until a gradient of this size fits in the reserve; may first retain waiting gradients."""
         if self._outstanding_bytes + num_bytes > self._reserve:
             with self._compute_thread.waiting(room_for(unit)):
                 self._update_worker.wait_until(lambda: self._outstanding_bytes + num_bytes <= self._reserve)
@@ -226,19 +226,19 @@ class GradientFlow:
     # ------------------------------------------------------------------ retaining
 
     def _retain(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
-        """Add a gradient into its blocks."""
+        """Add a gradient into its gradient blocks."""
         if self._norms:
             flat = self._retained.take_into(parameter, flat)
             self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
         self._retained.add(parameter, flat)
 
     def has(self, parameter: ManagedParameter) -> bool:
-        """Whether a gradient of `parameter` waits for step(), or has been used by an update of this cycle."""
+        """True if a gradient of `parameter` waits for step() or was used by an update of this cycle."""
         waits = parameter in self._waiting.get(parameter.unit, {})
         return waits or parameter in self._retained or parameter in self.cycle.updated_parameters
 
     def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
-        """The retained gradient of `parameter`, whole; None if there is none."""
+        """Return the whole retained gradient of `parameter`; None if there is none."""
         if parameter not in self._retained:
             return None
         flat = torch.empty(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
@@ -246,17 +246,17 @@ class GradientFlow:
         return flat.as_strided(parameter.shape, parameter.stride)
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        """Put another gradient in the place of the retained one."""
+        """Replace the retained gradient."""
         self._retained.release([parameter])
         self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
 
     def drain(self) -> None:
-        """Wait until what comes after an update is done."""
+        """Wait for work that follows updates, such as all-gathers."""
 
     def discard(self) -> None:
-        """Forget all gradients that no update has been submitted for."""
+        """Drop all gradients for which no update was submitted."""
         if self.cycle.updated:
-            self.torn = "zero_grad() came after some updates of this backward had run and before step()"
+            self.torn = "zero_grad() was called after some updates of this backward had run and before step()"
             raise TornStepError(self.torn + _TORN)
         for waiting in self._waiting.values():
             for flat in waiting.values():
@@ -269,7 +269,7 @@ class GradientFlow:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backwards in here only accumulate."""
+        """Backward passes inside this context only accumulate gradients."""
         before = self._synchronised
         self._synchronised = False
         try:
@@ -279,24 +279,24 @@ class GradientFlow:
 
     @contextmanager
     def torn_unless_finished(self, reason: str) -> Iterator[None]:
-        """The step is torn, for this reason, unless the context ends without an error."""
+        """Mark the step as torn, with this reason, unless the context ends without an error."""
         self.torn = reason
         yield
         self.torn = None
 
     def check_between_steps(self) -> None:
-        """Raise when a step is torn, or has begun and is not finished."""
+        """Raise if a step is torn, or has begun and is not finished."""
         if self.torn is not None:
             raise TornStepError(self.torn + _TORN)
         begun = next((p for p in self._retained.trained if self.has(p)), None)
         if begun is not None:
             raise UsageError(
-                f"{begun.name!r} has a gradient that waits for optimizer.step(): the middle of a step cannot be "
+                f"{begun.name!r} has a gradient that waits for optimizer.step(): a partial step cannot be "
                 "saved\n  fix:   zi.save after optimizer.step(), before the next backward"
             )
 
     def restart(self) -> None:
-        """Forget gradients and what was seen of steps so far, also of a torn one: all values will be replaced."""
+        """Drop all gradients and the history of steps, including a torn one: all values will be replaced."""
         self._update_worker.drain()
         self.drain()
         self._last, self.cycle = StepHistory(), self._next_history()
@@ -308,7 +308,7 @@ class GradientFlow:
     # ------------------------------------------------------------------ the step
 
     def step(self, factors: tuple[torch.Tensor, ...] = ()) -> None:
-        """Update with every gradient that is left, and begin the next cycle."""
+        """Update with all remaining gradients and begin the next cycle."""
         self._update_worker.check()
         if self.torn is not None:
             raise TornStepError(self.torn + _TORN)
@@ -326,7 +326,7 @@ class GradientFlow:
         self.torn = None
 
     def before_step(self) -> None:
-        """Make the norms known, if they are wanted."""
+        """Compute the norms, if they are needed."""
 
     def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
         for unit in self._in_next_order():
@@ -338,7 +338,7 @@ class GradientFlow:
             self._submit(unit, {}, retained, factors)
 
     def _settings(self) -> list[str]:
-        """What the parameter groups say now, to compare."""
+        """Return the current settings of the parameter groups, for comparison."""
         return [repr(hyperparameters_of(group)) for group in self._optimizer.param_groups]
 
     def skip(self) -> None:
@@ -347,7 +347,7 @@ class GradientFlow:
         self._end_cycle()
 
     def _in_next_order(self) -> list[Unit]:
-        """Units with gradients, first those that the next forward will read first."""
+        """Return the units with gradients, in the order in which the next forward reads them."""
         return self._in_order({*self._waiting, *self._retained.units})
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
@@ -361,7 +361,7 @@ class GradientFlow:
         retained: Sequence[ManagedParameter],
         factors: tuple[torch.Tensor, ...],
     ) -> None:
-        """Update a unit with gradients that are here, and with retained ones."""
+        """Update a unit with fresh and retained gradients."""
         num_bytes = sum(flat.nbytes for flat in flats.values())
         self._update(
             unit, WholeGradients(flats), [*flats, *retained], retained, factors, lambda: self._release(num_bytes)
@@ -376,7 +376,7 @@ class GradientFlow:
         factors: tuple[torch.Tensor, ...],
         done: Callable[[], None],
     ) -> None:
-        """Fetch what the update needs, in the order in which it will be used, and hand it to the worker."""
+        """Fetch the blocks of the update in the order of their use, and submit it to the worker."""
         record = self._records[unit]
         groups = self._optimizer.param_groups
         settings = {p: hyperparameters_of(groups[p.group]) for p in parameters if p.group is not None}
@@ -402,7 +402,7 @@ class GradientFlow:
         self._update_worker.submit(job, is_shared=self._shares_cores)
 
     def _end_cycle(self) -> None:
-        # Two cycles have to look alike: the second one of a loop may go another way than its first.
+        # Two consecutive cycles must allow it: the second cycle of a loop may differ from its first.
         early = frozenset(
             unit
             for unit in self._records
@@ -423,5 +423,5 @@ class GradientFlow:
 
 
 def room_for(unit: Unit) -> str:
-    """What is waited for when gradients take all that is set aside for them."""
+    """Return the name of the wait for gradient reserve."""
     return f"{unit.name}: room for its gradient"

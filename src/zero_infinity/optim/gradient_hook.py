@@ -1,4 +1,4 @@
-"""Autograd's word that a parameter's gradient is there."""
+"""The autograd hook that reports a parameter's accumulated gradient to the gradient flow."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zero_infinity.params.unit import ManagedParameter
 
 
 class GradientHook(module_hooks.Hook):
-    """Called by autograd when a parameter's gradient is there.
+    """Called by autograd once a parameter's gradient is accumulated.
 
-    Autograd holds it from C++, where the garbage collector does not look: strong references would keep the model for
-    ever.
+    Autograd holds it from C++, which the garbage collector cannot see: strong references would keep the model alive
+    forever.
     """
 
     def __init__(self, gradients: GradientFlow, managed: ManagedParameter) -> None:

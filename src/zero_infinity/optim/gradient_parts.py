@@ -1,4 +1,4 @@
-"""What a gradient flow is made of, and how it treats gradients. Data only."""
+"""The objects and settings that a gradient flow is constructed with. Data only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_infinity.tiers.update_worker import UpdateWorker
 
 @dataclass(frozen=True, slots=True)
 class GradientParts:
-    """What the gradient flow works with."""
+    """The objects that the gradient flow uses."""
 
     host_cache: HostCache
     update_worker: UpdateWorker
@@ -31,9 +31,9 @@ class GradientParts:
 
 @dataclass(frozen=True, slots=True)
 class GradientSettings:
-    """How gradients are treated."""
+    """How gradients are handled."""
 
     reserve: int  # bytes for gradients that the update worker has not used yet
-    num_backwards: int  # gradient accumulation: this many make a step
-    early: bool  # update while backward runs, where that is safe
-    norms: bool  # the norm of each gradient is needed in `step()`
+    num_backwards: int  # gradient accumulation: number of backward passes per step
+    early: bool  # update during backward, where that is safe
+    norms: bool  # `step()` needs the norm of each gradient

@@ -1,10 +1,10 @@
-"""Loss scaling for models that compute in float16, without a word in the training loop.
+"""Dynamic loss scaling for models that compute in float16, without changes to the training loop.
 
 Gradients of float16 activations underflow, so they are scaled up where they enter the model and scaled down before the
 update. They enter through the model's outputs: each output passes through an identity whose backward multiplies by the
-scale. (A hook on the output itself would count twice when the model computes its loss from its own output.)
+scale. (A hook on the output would scale twice if the model computes its loss from its own output.)
 
-The scale halves when a gradient overflows (that step is skipped) and doubles after a long run without.
+The scale halves when a gradient overflows (that step is skipped) and doubles after a long run without overflow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GROW_AFTER = 2000
 
 
 class LossScale:
-    """The scale and its history."""
+    """The current scale and its history."""
 
     def __init__(self) -> None:
         self.scale = _FIRST_SCALE
@@ -30,7 +30,7 @@ class LossScale:
         self._num_good = 0
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return the state to save in a checkpoint."""
         return {"scale": self.scale, "num_skipped": self.num_skipped, "num_good": self._num_good}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -38,7 +38,7 @@ class LossScale:
         self.num_skipped, self._num_good = int(state["num_skipped"]), int(state["num_good"])
 
     def judge(self, *, overflowed: bool) -> None:
-        """A step's gradients were finite or not."""
+        """Adjust the scale after a step whose gradients overflowed or not."""
         if overflowed:
             self.scale /= 2
             self.num_skipped += 1
@@ -62,7 +62,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class ScaleOutputs(Hook):
-    """After the model's forward: every output that has a gradient gets it scaled."""
+    """After the model's forward: scales the gradient of every output that has one."""
 
     def __init__(self, loss_scale: LossScale) -> None:
         self._loss_scale = loss_scale
@@ -78,7 +78,7 @@ class ScaleOutputs(Hook):
 
 
 class CastInputs(Hook):
-    """Before the model's forward: floating-point inputs come in the dtype that parameters are computed in."""
+    """Before the model's forward: casts floating-point inputs to the compute dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -1,4 +1,4 @@
-"""Makes what trains a model's parameters, on one rank or over several."""
+"""Builds the objects that train a model's parameters, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from zero_infinity.tiers.device_cache import DeviceCache
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameters:
-    """The parameters of one model, sorted."""
+    """The trained parameters of one model, by kind."""
 
     managed: Mapping[nn.Parameter, ManagedParameter]
-    resident: Collection[nn.Parameter]  # trained where they are
-    all: Sequence[nn.Parameter]  # in the order of the model
+    resident: Collection[nn.Parameter]  # trained in place
+    all: Sequence[nn.Parameter]  # in model order
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What trains one model."""
+    """The objects that train one model."""
 
     gradients: GradientFlow
     state_io: OptimizerStateIO
@@ -59,7 +59,7 @@ def make_collectives(
     reduce_dtype: str | None,
     on_close: Callable[[Callable[[], None]], None],
 ) -> GradientCollectives:
-    """The collectives of one of several ranks. `on_close` is told how to end their threads."""
+    """Return the collectives of one of several ranks. `on_close` registers how to end their threads."""
     reduce_scatter = ReduceScatter(
         channels.gradients,
         bucket_bytes,
@@ -84,7 +84,7 @@ def make_training(
     max_grad_norm: float | None,
     loss_scale: LossScale | None,
 ) -> Training:
-    """Everything that trains these parameters."""
+    """Return everything that trains these parameters."""
     channel = collectives.channel if collectives is not None else None
     state_io = OptimizerStateIO(parts.host_cache, parts.records, channel)
     gradients = GradientFlow(parts, settings) if collectives is None else ShardedGradients(parts, settings, collectives)

@@ -1,4 +1,4 @@
-"""The optimizer's state as plain PyTorch has it: `state`, `state_dict()` and `load_state_dict()` over records."""
+"""The optimizer state in plain PyTorch's form: `state`, `state_dict()`, `load_state_dict()` over records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_infinity.params.unit import ManagedParameter, Unit
 
 
 class OptimizerStateDict:
-    """Reads and writes the states of one optimizer. Nothing may be under way meanwhile."""
+    """Reads and writes the states of one optimizer. No update may be in flight."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class OptimizerStateDict:
         self._resident = resident
 
     def state_dict(self) -> dict[str, Any]:
-        """What the plain optimizer's `state_dict()` would be, in memory."""
+        """Return what the plain optimizer's `state_dict()` would be, in memory."""
         numbers = {p: i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
@@ -44,11 +44,11 @@ class OptimizerStateDict:
         return {"state": {n: state for n, state in states.items() if state is not None}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take in the states of a plain optimizer's `state_dict()`."""
+        """Load the states of a plain optimizer's `state_dict()`."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # States are under what stands for a parameter in the groups: a number, or a name (dcp.get_state_dict).
+        # State keys are whatever identifies a parameter in the groups: a number, or a name (dcp.get_state_dict).
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, parameter in zip(keys, parameters, strict=False):  # the optimizer compares their numbers below
+        for key, parameter in zip(keys, parameters, strict=False):  # the optimizer checks the lengths below
             if key in state_dict["state"] and parameter in self._managed:
                 self._state_io.check_state(self._managed[parameter], state_dict["state"][key])
         self.optimizer.load_state_dict(state_dict)
@@ -56,7 +56,7 @@ class OptimizerStateDict:
         self.take_states()
 
     def take_states(self) -> None:
-        """Move states that the user's optimizer has into records."""
+        """Move states of the user's optimizer into records."""
         state = self.optimizer.state
         taken = [(p, m) for p, m in self._managed.items() if m.group is not None and p in state]
         for parameter, known in taken:
@@ -65,7 +65,7 @@ class OptimizerStateDict:
             del state[parameter]
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """The state of one parameter, in memory; None if it has none yet."""
+        """Return the state of one parameter, in memory; None if it has none yet."""
         known = managed(parameter)
         return self._state_io.read_state(known) if known is not None else self._resident.state(parameter)
 

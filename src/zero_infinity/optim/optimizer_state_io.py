@@ -1,4 +1,4 @@
-"""Reads and writes the states in optimizer records from outside the update: state dicts, master copies."""
+"""Reads and writes optimizer state records outside of updates: for state dicts and master weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_infinity.tiers.host_cache import HostCache
 
 
 class OptimizerStateIO:
-    """Access to records between steps, on the computing thread."""
+    """Access to records between steps, on the compute thread."""
 
     def __init__(self, host_cache: HostCache, records: dict[Unit, StateRecord], channel: Channel | None = None) -> None:
         self._host_cache = host_cache
@@ -27,7 +27,7 @@ class OptimizerStateIO:
         self._channel = channel  # to other ranks that have parts of the records
 
     def read_state(self, parameter: ManagedParameter) -> dict[str, Any] | None:
-        """The parameter's optimizer state, as the plain optimizer has it; None if there is none yet."""
+        """Return the parameter's optimizer state in the plain optimizer's form; None if there is none yet."""
         if parameter.tiles:
             return self._read_tiles(parameter.tiles)
         record = self._records[parameter.unit]
@@ -39,7 +39,7 @@ class OptimizerStateIO:
         if len(states) < len(tiles):
             return None
         names = self._records[tiles[0].unit].state_names[tiles[0]]
-        # Scalars (the number of steps) are the same for all.
+        # Scalars (the step count) are the same for all tiles.
         return {k: torch.cat([state[k] for state in states]) if k in names else v for k, v in states[0].items()}
 
     def _read(self, parameter: ManagedParameter, name: str) -> Any:
@@ -50,13 +50,13 @@ class OptimizerStateIO:
         for _, segment, slot in self._slots(parameter, name):
             flat[segment.start : segment.stop] = slot
         if self._channel is not None and parameter.unit.is_updated_in_parts:
-            topic = Topic("state gather", parameter.unit.number, f"the optimizer's state of {parameter.name}")
+            topic = Topic("state gather", parameter.unit.number, f"the optimizer state of {parameter.name}")
             self._channel.agree(topic)
             self._channel.gather(topic, [(flat, parameter.spans)])
         return like(parameter.parameter, flat.as_strided(parameter.shape, parameter.stride))
 
     def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
-        """Take over a state of the plain optimizer."""
+        """Store a state of the plain optimizer."""
         self.check_state(parameter, state)
         for tile in parameter.tiles:
             names = self._records[tile.unit].state_names[tile]
@@ -71,7 +71,7 @@ class OptimizerStateIO:
         record.started[parameter] = tuple(state)
 
     def check_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
-        """Raise when `state` is not one of this optimizer's."""
+        """Raise if `state` does not belong to this optimizer."""
         part = parameter.parts[0]
         names = self._records[part.unit].state_names[part]
         missing = [name for name in names if name not in state]
@@ -81,13 +81,13 @@ class OptimizerStateIO:
             )
 
     def write_master(self, parameter: ManagedParameter, value: torch.Tensor) -> None:
-        """Set the master copy, if the parameter has one."""
+        """Set the master weights, if the parameter has any."""
         if self._records[parameter.unit].has_master:
             self._write(parameter, MASTER, value)
             parameter.state.edits_taken()
 
     def take_edits(self, parameter: ManagedParameter) -> None:
-        """Bring what the user has changed in the stored value into the master copy, as the next update would."""
+        """Copy user changes of the stored value into the master weights, as the next update would."""
         unit, store = parameter.unit, self._host_cache.store
         block = unit.the_block()
         with self._host_cache.pinned(block), self._host_cache.reading(block) as memory:
@@ -99,13 +99,13 @@ class OptimizerStateIO:
                     store.mark_dirty(chunk.record)
 
     def forget_states(self) -> None:
-        """As if no step had been taken."""
+        """Reset to the state before the first step."""
         for record in self._records.values():
             record.started.clear()
             record.scalars.clear()
 
     def restore_scalars(self, parameter: ManagedParameter, names: tuple[str, ...], scalars: dict[str, Any]) -> None:
-        """Set what belongs to a state whose tensors are in the record's blocks; `names`: of both, in their order."""
+        """Set the scalars of a state whose tensors are in the record's blocks. `names` are those of both, in order."""
         for part in parameter.parts:
             record = self._records[part.unit]
             record.started[part] = names
@@ -119,7 +119,7 @@ class OptimizerStateIO:
                 self._host_cache.store.mark_dirty(chunk.record)
 
     def _slots(self, parameter: ManagedParameter, name: str) -> Iterator[tuple[Chunk, Segment, torch.Tensor]]:
-        """The parts of one slot that belong to the parameter, each valid until the next is asked for."""
+        """Yield the parts of one slot that belong to the parameter, each valid until the next is requested."""
         record = self._records[parameter.unit]
         for chunk in record.chunks:
             for segment in chunk.segments:

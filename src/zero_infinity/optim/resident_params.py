@@ -1,7 +1,6 @@
-"""Parameters that are trained where they are, in memory: complex ones, and those without elements.
+"""Parameters trained in place, in memory, without a unit: complex ones, and those without elements.
 
-They are no part of any unit: their gradients stay on them until `zero_grad()`, and their states are where the user's
-optimizer keeps them, all as in plain PyTorch.
+As in plain PyTorch, their gradients stay on them until `zero_grad()`, and their states are in the user's optimizer.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from zero_infinity._torch import copy_without_step_hooks
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.policy.partition import Span
 
-_NUMBER = -20  # of the topic of their gradients
+_NUMBER = -20  # topic number of their gradients
 
 
 class ResidentParameters:
-    """The parameters of `optimizer` that no unit has."""
+    """The parameters of `optimizer` that belong to no unit."""
 
     def __init__(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
         self._optimizer = optimizer
@@ -31,11 +30,11 @@ class ResidentParameters:
         return bool(self._parameters)
 
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """The norm of each gradient that there is."""
+        """Return the norm of each existing gradient."""
         return {p: torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None}
 
     def average(self, channel: Channel) -> None:
-        """Put the average over ranks in the place of each gradient; a rank without one counts as zeros."""
+        """Replace each gradient by its average over ranks; a missing gradient counts as zeros."""
         topic = Topic("gradient sum", _NUMBER, "parameters that are no part of a unit")
         said = channel.agree(topic, [parameter.grad is not None for parameter in self._parameters])
         for number, parameter in enumerate(self._parameters):
@@ -54,10 +53,10 @@ class ResidentParameters:
             parameter.grad = torch.view_as_complex(average) if mine.is_complex() else average
 
     def step(self, factors: Iterable[torch.Tensor]) -> None:
-        """Update with the gradients, which are multiplied by `factors` first."""
+        """Update with the gradients, multiplied by `factors` first."""
         if not self._parameters:
             return
-        # A shallow copy shares the states, and has none of the user's hooks, which are called for the whole step.
+        # A shallow copy shares the states but has none of the user's hooks, which are called for the whole step.
         stepper: Any = copy_without_step_hooks(self._optimizer)
         stepper.param_groups = [
             {**group, "params": [p for p in group["params"] if p in self._parameters]}
@@ -75,5 +74,5 @@ class ResidentParameters:
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """The optimizer's state of one of them; None if there is none."""
+        """Return the optimizer state of one of them; None if there is none."""
         return self._optimizer.state.get(parameter) if parameter in self._parameters else None

@@ -1,6 +1,6 @@
-"""Gradients that are kept until `step()`: added into the gradient blocks of their chunks.
+"""Gradients retained until `step()`: accumulated in the gradient blocks of their chunks.
 
-The policy may evict these blocks to NVMe, so accumulated gradients take no memory of their own.
+The policy may evict these blocks to NVMe, so accumulated gradients need no memory outside the budget.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class RetainedGradients:
 
     @property
     def trained(self) -> Iterable[ManagedParameter]:
-        """All parameters that can have one."""
+        """All parameters that can have a retained gradient."""
         return self._places
 
     def note(self, parameters: Iterable[ManagedParameter]) -> None:
-        """These parameters' gradients are in their blocks, or will be when the update worker is there."""
+        """Record gradients that are in their blocks, or will be once the update worker has run."""
         self._parameters.update(parameters)
 
     def release(self, parameters: Iterable[ManagedParameter]) -> None:
-        """These gradients are used by an update that was submitted."""
+        """Drop these gradients: a submitted update uses them, or they are replaced."""
         self._parameters.difference_update(parameters)
 
     def add(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
-        """Add a gradient to what is retained of the parameter."""
+        """Add a gradient to the retained one."""
         for chunk, segment in self._places[parameter]:
             part = flat[segment.start : segment.stop]
             with self._host_cache.writing(chunk.gradient) as memory:
@@ -63,7 +63,7 @@ class RetainedGradients:
         self._parameters.add(parameter)
 
     def take_into(self, parameter: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
-        """The gradient plus what was retained of earlier ones, which is then forgotten."""
+        """Return the gradient plus the retained one, which is dropped."""
         if parameter in self._parameters:
             for chunk, segment in self._places[parameter]:
                 with self._host_cache.reading(chunk.gradient) as memory:
@@ -72,19 +72,19 @@ class RetainedGradients:
         return flat
 
     def read(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
-        """Copy what is retained on this rank of a gradient."""
+        """Copy the part of a retained gradient that this rank has."""
         for chunk, segment in self._places[parameter]:
             with self._host_cache.reading(chunk.gradient) as memory:
                 flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
 
     def expire(self, units: Iterable[Unit]) -> None:
-        """The contents of these units' gradient blocks are dead."""
+        """The contents of these units' gradient blocks are no longer needed."""
         for unit in units:
             for chunk in self._records[unit].gradient_chunks:
                 self._host_cache.expire(chunk.gradient)
 
     def clear(self) -> None:
-        """No parameter has a retained gradient any more."""
+        """Drop all retained gradients."""
         self._parameters.clear()
 
 
@@ -92,7 +92,7 @@ def _places(records: Iterable[StateRecord]) -> dict[ManagedParameter, list[tuple
     places: dict[ManagedParameter, list[tuple[Chunk, Segment]]] = {}
     for record in records:
         for parameter in record.state_names:
-            places[parameter] = []  # another rank may have all of it
+            places[parameter] = []  # stays empty if another rank has all of it
         for chunk in record.gradient_chunks:
             for segment in chunk.segments:
                 places[segment.parameter].append((chunk, segment))

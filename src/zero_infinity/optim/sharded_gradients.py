@@ -1,13 +1,13 @@
-"""Gradients of several ranks: summed over all of them on their way to the update.
+"""Averages gradients over ranks, by ZeRO stage, between autograd and the optimizer update.
 
-What a rank keeps of a gradient until `step()` depends on the stage. Stages 2 and 3: its own part of the sum; the
-gradients of each backward are summed as soon as their unit is complete. Stages 0 and 1: the whole gradient, of this
-rank alone; it is summed once, when the update is due.
+The stage decides what a rank keeps of a gradient until `step()`. Stages 2 and 3: its own shard of the sum; the
+gradients of each backward are reduced as soon as their unit is complete. Stages 0 and 1: this rank's whole gradient,
+which is reduced once, when the update is due.
 
-Sums are asked for in an order that is the same on every rank: as units become complete, and what is left (parts of a
-unit without a gradient, units that not every rank uses) at the end of backward or in `step()`, when ranks have told
-each other what they have. Whether a unit is updated early or kept for `step()` is each rank's own affair: no other rank
-waits for it. (In stages 1 and 2 updated parameters go to all ranks: there every update waits for `step()`.)
+Reductions are submitted in an order that is the same on every rank: as units become complete, and the rest (parts of a
+unit without a gradient, units that not every rank uses) at the end of backward or in `step()`, after ranks have told
+each other what they have. Whether a unit is updated early or in `step()` is local to each rank: no other rank waits for
+it. (In stages 1 and 2 updated parameters are all-gathered: there every update waits for `step()`.)
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.partition import Sharding, Span
 from zero_infinity.tiers.device_cache import DeviceCache
 
-# Numbers of topics that are no unit's.
+# Topic numbers that belong to no unit.
 _LEFT_OVER, _NORMS, _GRADIENT, _LEFT_OVER_SUM = -1, -2, -3, -4
 _POLL_SECONDS = 0.1
-_BITS = 62  # of what one rank says in one number
+_BITS = 62  # per number in an agreement
 
 
 class ReducedGradients:
@@ -44,7 +44,7 @@ class ReducedGradients:
     __slots__ = ("_shard", "parameters")
 
     def __init__(self, parameters: Sequence[ManagedParameter], shard: ReducedShard) -> None:
-        self.parameters = parameters  # those that have a gradient on some rank
+        self.parameters = parameters  # those with a gradient on any rank
         self._shard = shard
 
     @property
@@ -52,7 +52,7 @@ class ReducedGradients:
         return self._shard.is_ready
 
     def part(self, segment: Segment) -> torch.Tensor | None:
-        """The elements of `segment`; None when no rank has a gradient of its parameter. Waits."""
+        """Return the elements of `segment`; None if no rank has a gradient of its parameter. Waits."""
         if segment.parameter not in self.parameters:
             return None
         first = segment.parameter.offset - self._shard.span.start
@@ -61,21 +61,21 @@ class ReducedGradients:
 
 @dataclass(frozen=True, slots=True)
 class GradientCollectives:
-    """How ranks exchange gradients and updated parameters."""
+    """The collectives for gradients and updated parameters."""
 
     sharding: Sharding
-    channel: Channel  # of the computing thread
+    channel: Channel  # of the compute thread
     reduce_scatter: ReduceScatter
-    all_gather: ParameterAllGather | None  # of updated shards, when every rank stores whole units
+    all_gather: ParameterAllGather | None  # of updated shards, where every rank stores whole units
     routing: ExpertRouting
-    gathered: DeviceCache | None  # of sharded parameters, for use
+    gathered: DeviceCache | None  # unsharded copies of sharded parameters
 
 
 class ShardedGradients(GradientFlow):
-    """Takes gradients in, averages them over ranks, hands updates out."""
+    """Takes gradients, averages them over ranks and submits updates."""
 
     def __init__(self, parts: GradientParts, settings: GradientSettings, collectives: GradientCollectives) -> None:
-        # Updated shards go to all ranks in one order, so there every update waits for `step()`.
+        # Updated shards are all-gathered in one order, so in that case every update waits for `step()`.
         early = settings.early and collectives.all_gather is None
         super().__init__(parts, replace(settings, early=early, norms=False))
         self._keeps_whole = not collectives.sharding.shards_gradients
@@ -86,12 +86,12 @@ class ShardedGradients(GradientFlow):
         self._gathered = collectives.gathered
         self._parameters = [p for record in parts.records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
-        self._unsummed: set[ManagedParameter] = set()  # whose retained gradients are this rank's alone
-        self._held: dict[Unit, ReducedGradients] = {}  # sums that had to wait for step()
+        self._unsummed: set[ManagedParameter] = set()  # retained gradients that are not reduced yet
+        self._held: dict[Unit, ReducedGradients] = {}  # reduced gradients that wait for step()
         self._squares: dict[Segment, float] | None = {} if settings.norms else None
-        # Units that not every rank uses, found out with the first gradient: they are summed when backward is over.
+        # Units that not every rank uses, detected at the first gradient: they are reduced after backward.
         self._late: set[Unit] = set()
-        self._submitted_bytes = 0  # of gradients that are being summed
+        self._submitted_bytes = 0  # of gradients that are being reduced
         self._released = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ taking in
@@ -123,7 +123,7 @@ class ShardedGradients(GradientFlow):
             self._sum([(unit, list(collected))], Topic("gradient sum", unit.number, unit.name))
 
     def _is_complete(self, unit: Unit) -> bool:
-        """Whether all gradients that are expected of this backward are there."""
+        """True if all gradients expected in this backward are available."""
         if unit in self._late:
             return False
         if self._keeps_whole:
@@ -140,7 +140,7 @@ class ShardedGradients(GradientFlow):
             self._sum_what_is_left()
 
     def _sum_what_is_left(self) -> None:
-        """Sum what any rank has and has not given away."""
+        """Reduce every gradient that any rank has not submitted yet."""
         mine = {p for collected in self._collected.values() for p in collected} | self._unsummed
         words = [0] * -(-len(self._parameters) // _BITS)
         for number, parameter in enumerate(self._parameters):
@@ -152,16 +152,16 @@ class ShardedGradients(GradientFlow):
             if any(has):
                 wanted.setdefault(parameter.unit, []).append(parameter)
                 if not all(has) and parameter.unit not in self._late:
-                    raise _parted(parameter, has)
+                    raise _divergence(parameter, has)
         if wanted and self._keeps_whole:
-            # One by one: all of them together may be more than there is room for.
+            # One at a time: all of them together may exceed the reserve.
             for unit in self._in_order(wanted):
                 self._sum([(unit, wanted[unit])], Topic("gradient sum", unit.number, unit.name))
         elif wanted:
             self._sum(list(wanted.items()), Topic("gradient sum", _LEFT_OVER_SUM, "small and unused units"))
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
-        """Wait until a gradient of this size fits in what is set aside, or nothing under way will make room."""
+        """Wait until a gradient of this size fits in the reserve, or nothing in flight will make room."""
         with self._lock:
             if self._is_short_of(num_bytes):
                 with self._compute_thread.waiting(room_for(unit)):
@@ -204,7 +204,7 @@ class ShardedGradients(GradientFlow):
             self._arrived(unit, ReducedGradients(parameters, shard))
 
     def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
-        """A retained gradient, whole and of this rank alone, which is then forgotten."""
+        """Return a whole retained gradient of this rank, which is dropped."""
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
         self._make_room(flat.nbytes, parameter.unit)
         self._retained.read(parameter, flat)
@@ -213,7 +213,7 @@ class ShardedGradients(GradientFlow):
         return flat
 
     def _arrived(self, unit: Unit, reduced: ReducedGradients) -> None:
-        """A sum is on its way: update with it, or keep it."""
+        """A reduction was submitted: update with its result, or keep it."""
         early = self._may_update_early(unit) and self._has_fired(unit)
         if early and not unit.is_saved and not self._sources.of(unit).aliased(unit):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
@@ -230,7 +230,7 @@ class ShardedGradients(GradientFlow):
             self._keep(unit, reduced)
 
     def _keep(self, unit: Unit, reduced: ReducedGradients) -> None:
-        """Add a sum into the gradient blocks."""
+        """Add a reduced gradient into the gradient blocks."""
         record = self._records[unit]
         for chunk in record.chunks:
             self._host_cache.access(chunk.gradient)
@@ -242,7 +242,7 @@ class ShardedGradients(GradientFlow):
     # ------------------------------------------------------------------ the step
 
     def before_step(self) -> None:
-        """Sum what is left; find the norms, if they are wanted."""
+        """Reduce the remaining gradients; compute the norms, if they are needed."""
         self._sum_what_is_left()
         if self._squares is not None:
             self._update_worker.drain()
@@ -253,7 +253,7 @@ class ShardedGradients(GradientFlow):
         mine = totals[self._channel.rank]
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         for segment, square in squares.items():
-            # What every rank has counts once.
+            # Values that every rank has count once.
             if segment.parameter.unit.is_updated_in_parts or self._channel.rank == 0:
                 mine[numbers[segment.parameter]] += square
         topic = Topic("norms", _NORMS, "the norms of gradients")
@@ -302,7 +302,7 @@ class ShardedGradients(GradientFlow):
         )
 
     def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
-        """The average over ranks, whole. Every rank has to ask."""
+        """Return the whole average over ranks. Collective: every rank must call it."""
         self._sum_what_is_left()
         for unit, reduced in self._held.items():
             self._keep(unit, reduced)
@@ -328,15 +328,15 @@ class ShardedGradients(GradientFlow):
         self._retained.note([parameter])
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
-        """As the model lists them: what was read, and when, may differ between ranks."""
+        """In model order: which units were read, and when, may differ between ranks."""
         return [unit for unit in self._records if unit in units]
 
 
-def _parted(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
+def _divergence(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
     with_it, without = ([rank for rank, one in enumerate(has) if one is wanted] for wanted in (True, False))
     return DivergenceError(
-        f"ranks have parted: {parameter.name!r} has a gradient on {_listed(with_it)} and none on {_listed(without)}\n"
-        "  fix:   let every rank use the same layers; those that a rank may choose from belong in one nn.ModuleList"
+        f"ranks diverged: {parameter.name!r} has a gradient on {_listed(with_it)} and none on {_listed(without)}\n"
+        "  fix:   every rank must use the same layers; layers that a rank may choose from belong in one nn.ModuleList"
     )
 
 

@@ -1,8 +1,8 @@
-"""Optimizer records: what the update needs per element, cut into chunks that stream through memory.
+"""Optimizer state records: the per-element state of a unit, cut into chunks that stream through memory.
 
-A chunk covers a range of a unit's elements and owns two blocks: the *record* (master copy if there is one, then each
-state, side by side, so that one sequential read and one write move them all) and the *gradient*, which has content only
-while a gradient waits for its update.
+A chunk covers a range of a unit's elements and owns two blocks: the *record* (master weights if there are any, then
+each state, contiguous, so that one sequential read and one write move them all) and the *gradient*, which has content
+only while a gradient waits for its update.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Chunk:
     start: int
     stop: int
     segments: tuple[Segment, ...]
-    slots: tuple[str, ...]  # what the record keeps per element, in order
-    record: Block | None  # None when the optimizer keeps nothing per element, or another rank does
+    slots: tuple[str, ...]  # the record's values per element, in order
+    record: Block | None  # None if the optimizer has no state per element, or another rank has it
     gradient: Block
 
     @property
@@ -51,7 +51,7 @@ class Chunk:
         return self.stop - self.start
 
     def slot(self, memory: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One slot of the record whose bytes are `memory`."""
+        """Return one slot of the record whose bytes are `memory`."""
         width = self.num_elements * dtype.itemsize
         begin = self.slots.index(name) * width
         return memory[begin : begin + width].view(dtype)
@@ -62,19 +62,20 @@ class StateRecord:
     """All chunks of a unit, and the scalars of each of its trained parameters."""
 
     unit: Unit
-    dtype: torch.dtype  # of master and states
+    dtype: torch.dtype  # of master weights and states
     has_master: bool
     state_names: dict[ManagedParameter, tuple[str, ...]]
-    chunks: list[Chunk] = field(default_factory=list)  # of what this rank updates
-    # Of what it keeps gradients of. The same ones, but for a rank that keeps whole gradients and updates a part.
+    chunks: list[Chunk] = field(default_factory=list)  # of the elements that this rank updates
+    # Of the elements whose gradients it keeps: the same, except on a rank that keeps whole gradients and updates a
+    # shard.
     gradient_chunks: list[Chunk] = field(default_factory=list)
     scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
-    # Those that have a state by now, with all its names in the optimizer's own order.
+    # Parameters that have a state by now, with all its names in the optimizer's order.
     started: dict[ManagedParameter, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """What is kept per element."""
+        """Names of the values per element."""
         names = dict.fromkeys(name for names in self.state_names.values() for name in names)
         return ((MASTER,) if self.has_master else ()) + tuple(names)
 
@@ -85,20 +86,20 @@ class StateRecord:
         return ElementBytes(self.unit.dtype.itemsize, record=len(self.slots) * itemsize, gradient=itemsize)
 
     def num_elements(self, span: Span) -> int:
-        """Elements from the first to the last one in `span` that is trained: what chunks cover at most."""
+        """Return the elements from the first to the last trained one in `span`: the most that chunks cover."""
         trained = list(self.state_names)
         return len(span.overlap(trained[0].offset, round_up_elements(trained[-1].end)))
 
 
 class StateRecordMaker:
-    """Makes the records of units for one optimizer, which is probed once for each parameter group and dtype."""
+    """Makes the records of units for one optimizer, which is probed once per parameter group and dtype."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._names: dict[tuple[int, torch.dtype], tuple[str, ...]] = {}
 
     def make(self, unit: Unit, dtype: torch.dtype) -> StateRecord | None:
-        """The record of a unit, without chunks yet; None when nothing of it is trained."""
+        """Return the record of a unit, without chunks yet; None if nothing in it is trained."""
         state_names = {p: self._state_names(p.group, dtype) for p in unit.parameters if p.group is not None}
         return (
             StateRecord(unit, dtype, has_master=dtype != unit.dtype, state_names=state_names) if state_names else None
@@ -114,7 +115,7 @@ class StateRecordMaker:
 def make_chunks(
     record: StateRecord, chunk_bytes: int, home: Home, store: BlockStore, *, whole_gradients: bool
 ) -> Iterator[Block]:
-    """Cut the record into chunks of about `chunk_bytes`; yields their blocks."""
+    """Split the record into chunks of about `chunk_bytes`; yields their blocks."""
     slots = record.slots
     num_elements = chunk_elements(chunk_bytes, record.widths)
     owned = record.unit.owned
@@ -135,7 +136,7 @@ def make_chunks(
 def cut(
     trained: list[ManagedParameter], num_elements: int, span: Span
 ) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
-    """Cut what `span` has of the trained parameters into ranges of at most `num_elements` (whole grains) elements.
+    """Split the trained parameters inside `span` into ranges of at most `num_elements` (whole grains) elements.
 
     Ranges start at multiples of GRAIN. Frozen parameters are left out.
     """

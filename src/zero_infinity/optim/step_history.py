@@ -1,8 +1,8 @@
-"""What one step was seen to do, so that the next one may rely on it.
+"""Events of one step (reads, gradients, updates), which decide what the next step may update early.
 
-A cycle goes from one `optimizer.step()` to the next. An update may run while backward goes on only when it is certain
-that nobody reads the old value any more. What happened in the last cycle says when that is likely; the live handles
-say when it is certain; and a read or a gradient that comes after all is an error, never a wrong number.
+A cycle lasts from one `optimizer.step()` to the next. An update may run during backward only if it is certain that the
+old value is not read any more. The events of the last cycle say when that is likely; live handles say when it is
+certain; an unexpected later read or gradient is an error, never a wrong number.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from zero_infinity.params.unit import ManagedParameter, Unit
 class StepHistory:
     """The events between two steps."""
 
-    num_backwards: int = 0  # that count: not under no_sync
+    num_backwards: int = 0  # not counting those under no_sync
     events: int = 0
-    # Gradients of each parameter in the backward that is counted last, and the last event of each kind.
+    # Number of gradients per parameter in the last counted backward, and the last event of each kind.
     firings: dict[ManagedParameter, int] = field(default_factory=dict)
     last_firing: dict[Unit, int] = field(default_factory=dict)
     last_read: dict[Unit, int] = field(default_factory=dict)
-    read_order: dict[Unit, None] = field(default_factory=dict)  # units by first read: the next forward's order
-    # Whose update was submitted before step().
+    read_order: dict[Unit, None] = field(default_factory=dict)  # by first read: the order of the next forward
+    # Units whose update was submitted before step().
     updated: set[Unit] = field(default_factory=set)
     updated_parameters: set[ManagedParameter] = field(default_factory=set)
-    deferred: set[Unit] = field(default_factory=set)  # that wanted to be updated early, but a handle was alive
+    deferred: set[Unit] = field(default_factory=set)  # not updated early because a handle was alive
     backward_complete: bool = True
-    discarded: bool = False  # gradients were thrown away
+    discarded: bool = False  # gradients were dropped
 
     def read(self, unit: Unit) -> None:
         self.events += 1
@@ -47,11 +47,11 @@ class StepHistory:
         self.backward_complete = False
 
     def read_late(self, unit: Unit) -> bool:
-        """Whether the unit was read after its last gradient."""
+        """True if the unit was read after its last gradient."""
         return self.last_read.get(unit, 0) > self.last_firing.get(unit, 0)
 
     def allows_early_update(self, unit: Unit, num_backwards: int) -> bool:
-        """Whether, going by this cycle, the unit can be updated as soon as its gradients are complete."""
+        """True if, judging by this cycle, the unit can be updated as soon as its gradients are complete."""
         if self.num_backwards != num_backwards or self.discarded or unit in self.deferred:
             return False
         return unit in self.last_firing and not self.read_late(unit)

@@ -1,4 +1,4 @@
-"""What training does when a unit is read and when the user changes a parameter."""
+"""Records unit reads for the step history and trace, and copies user edits into master weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_infinity.run_trace import BACKWARD, RunTrace
 
 
 class TrainingObserver:
-    """Notes reads for the step's history and the trace; brings edits into master copies."""
+    """Called when a unit is read and when the user changes a parameter."""
 
     def __init__(
         self,

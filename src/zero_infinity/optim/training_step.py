@@ -1,4 +1,4 @@
-"""`optimizer.step()` over streamed gradients: unscaling, clipping, the update, and what users do to gradients."""
+"""`optimizer.step()` over streamed gradients: unscaling, clipping, update, and user access to gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_infinity.params.unit import ManagedParameter
 
 
 class TrainingStep:
-    """Takes the steps of one model."""
+    """Runs the steps of one model."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class TrainingStep:
         self._max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale
         self._channel = channel
-        self._zeros = False  # gradients were set to zeros rather than to None
+        self._zeros = False  # zero_grad(set_to_none=False) was called
         self.grad_norm: torch.Tensor | None = None
 
     def run(self) -> bool:
-        """Update with what is left of the gradients; False if they overflowed and the step is skipped."""
+        """Update with the remaining gradients; False if they overflowed and the step was skipped."""
         self._take_hand_made_gradients()
         self._take_zeros()
         self._gradients.before_step()
@@ -72,7 +72,7 @@ class TrainingStep:
         return True
 
     def _unscale_factor(self, loss_scale: LossScale, norms: Norms) -> torch.Tensor | None:
-        """What undoes the loss scale; None when gradients overflowed."""
+        """Return the factor that undoes the loss scale; None if gradients overflowed."""
         overflowed = not all(torch.isfinite(norm).item() for norm in norms.values())
         unscale = torch.tensor(1.0 / loss_scale.scale)
         loss_scale.judge(overflowed=overflowed)
@@ -82,7 +82,7 @@ class TrainingStep:
         """Clip the retained gradients of these parameters; returns their norm."""
         if self._gradients.cycle.updated:
             raise UsageError(
-                "zi.clip_grad_norm_ comes too late: parameters were updated while backward ran\n"
+                "zi.clip_grad_norm_ is called too late: parameters were updated while backward ran\n"
                 '  fix:   update="after_backward" or max_grad_norm=... in zi.Config'
             )
         clipped = list(parameters)
@@ -97,7 +97,10 @@ class TrainingStep:
     def _gradients_of(
         self, parameters: Iterable[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ManagedParameter | None, torch.Tensor]]:
-        """Retained gradients (over data-parallel ranks whole), with whose they are; and those on their parameters."""
+        """Yield (parameter, its managed part, gradient): retained gradients, whole over data-parallel ranks.
+
+        The part is None for gradients that are on their parameters.
+        """
         for parameter in parameters:
             known = managed(parameter)
             if known is None or known.group is None:
@@ -111,7 +114,7 @@ class TrainingStep:
 
     @contextmanager
     def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-        """Inside, retained gradients are on the (unsharded) parameters; what is changed is kept."""
+        """Inside this context retained gradients are on the (unsharded) parameters; changes to them are kept."""
         shown = [m for m in parameters if m.group is not None]
         for known in shown:
             gradients = [g for part in known.parts if (g := self._gradients.gather(part)) is not None]
@@ -128,7 +131,7 @@ class TrainingStep:
                         self._gradients.replace(part, part.rows_of(local_of(gradient)))
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
-        """Forget gradients that no update was submitted for; or set those that there have been to zero."""
+        """Drop gradients for which no update was submitted, or set those that existed to zero."""
         with no_torch_function():
             self._gradients.discard()
             if set_to_none:
@@ -140,7 +143,7 @@ class TrainingStep:
                     parameter.grad = None
 
     def _take_zeros(self) -> None:
-        """After zero_grad(set_to_none=False) a parameter that is not used has a gradient all the same: zeros."""
+        """After zero_grad(set_to_none=False) even an unused parameter has a gradient: zeros."""
         if self._zeros:
             for part in [
                 part
@@ -151,7 +154,7 @@ class TrainingStep:
                 self._gradients.take(part, torch.zeros(part.shape, dtype=part.unit.compute_dtype))
 
     def _take_hand_made_gradients(self) -> None:
-        """Gradients that the user put on parameters himself."""
+        """Take gradients that the user has set on parameters."""
         with no_torch_function():
             found = [(m, p.grad) for p, m in self._managed.items() if p.grad is not None and m.group is not None]
             for known, _ in found:

@@ -1,7 +1,7 @@
-"""What the updater does with gradients, chunk by chunk: update a unit with them, or keep them for later.
+"""Jobs of the update worker: update a unit with gradients chunk by chunk, or retain them for later.
 
 A gradient is *fresh* (in memory, from this backward) or *retained* (in the chunks' gradient blocks, from earlier ones),
-or both: then their sum counts.
+or both: then their sum is used.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from zero_infinity.trace import UPDATE, Category, Trace
 
 
 class FreshGradients(Protocol):
-    """Gradients of one unit, in memory now or soon."""
+    """Gradients of one unit that are in memory or will be soon."""
 
     @property
     def is_ready(self) -> bool: ...
 
     def part(self, segment: Segment) -> torch.Tensor | None:
-        """The elements of `segment`, to be changed at will; None when its parameter has no such gradient. Waits."""
+        """Return the elements of `segment`, which may be modified; None if its parameter has none. Waits."""
 
 
 class WholeGradients:
-    """Gradients as autograd made them, flat, by parameter."""
+    """Gradients as computed by autograd, flat, by parameter."""
 
     def __init__(self, flats: Mapping[ManagedParameter, torch.Tensor]) -> None:
         self._flats = flats
@@ -49,14 +49,14 @@ class WholeGradients:
 
 @dataclass(slots=True)
 class UnitUpdate:
-    """One unit's update."""
+    """The update of one unit."""
 
     record: StateRecord
     fresh: FreshGradients
     retained: Collection[ManagedParameter]
     hyperparameters: dict[ManagedParameter, Hyperparameters]
     rule: UpdateRule
-    factors: tuple[torch.Tensor, ...]  # what gradients are multiplied by first, one after the other (unscale, clip)
+    factors: tuple[torch.Tensor, ...]  # gradients are multiplied by each in turn (unscale, clip)
     done: Callable[[], None]
     _states: list[tuple[ManagedParameter, tuple[str, ...], Scalars]] = field(default_factory=list)
 
@@ -69,12 +69,12 @@ class UnitUpdate:
         return self.record.chunks
 
     def blocks(self, chunk: Chunk) -> list[Block]:
-        """What is held for the update of `chunk`, the unit's own block first."""
+        """Return the blocks held for the update of `chunk`, the unit's own block first."""
         blocks = (self.record.unit.the_block(), chunk.gradient if self.retained else None, chunk.record)
         return [block for block in blocks if block is not None]
 
     def apply(self, chunk: Chunk, store: BlockStore) -> None:
-        """Update one chunk. The new scalars are taken over at the end: the old ones serve the other chunks."""
+        """Update one chunk. New scalars are stored at the end, because the other chunks need the old ones."""
         try:
             with ExitStack() as stack:
                 values = stack.enter_context(store.changing(self.record.unit.the_block())).view(self.record.unit.dtype)
@@ -105,7 +105,7 @@ class UnitUpdate:
         self.done()
 
     def _note(self, trace: Trace, segment: Segment, start: float) -> None:
-        """A segment was updated."""
+        """Record the update of a segment."""
         num_bytes = (segment.stop - segment.start) * self.record.dtype.itemsize * len(self.record.slots)
         trace.span(self.record.unit.name, Category.UPDATE, UPDATE, start, time.perf_counter() - start, num_bytes)
 
@@ -113,7 +113,7 @@ class UnitUpdate:
         return any(segment.parameter is parameter for chunk in self.chunks for segment in chunk.segments)
 
     def _advance(self, parameter: ManagedParameter) -> tuple[tuple[str, ...], Scalars]:
-        """Count the step of a parameter of which other ranks have all elements: its scalars are the same on all."""
+        """Count the step of a parameter whose elements are all on other ranks: scalars are the same on every rank."""
         nothing = torch.empty(0, dtype=self.record.dtype)
         known = parameter in self.record.started
         state = {name: nothing.clone() for name in self.record.state_names[parameter]} if known else {}
@@ -169,12 +169,12 @@ class UnitUpdate:
 
 @dataclass(slots=True)
 class RetainGradients:
-    """Adds one unit's fresh gradients to what is retained of them."""
+    """Adds one unit's fresh gradients to its retained ones."""
 
     record: StateRecord
     fresh: FreshGradients
-    retained: Collection[ManagedParameter]  # that have something to add to
-    squares: dict[Segment, float] | None  # where to put the sum of squares of each segment, when norms are wanted
+    retained: Collection[ManagedParameter]  # that already have a retained gradient
+    squares: dict[Segment, float] | None  # receives the sum of squares of each segment, if norms are needed
     done: Callable[[], None]
 
     @property
@@ -212,11 +212,11 @@ class RetainGradients:
 
 
 def take_edits(master: torch.Tensor, stored: torch.Tensor) -> None:
-    """Bring what the user has changed in `stored` into the master copy."""
-    # Only what was really changed: the rest of the master copy has more bits than what is stored.
+    """Copy user changes of `stored` into the master weights."""
+    # Only the elements that changed: the other master weights have more bits than the stored values.
     torch.where(master.to(stored.dtype) == stored, master, stored.to(master.dtype), out=master)
 
 
 def part_of(memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-    """A segment's elements of its chunk's gradient block."""
+    """Return a segment's elements of its chunk's gradient block."""
     return memory.view(dtype)[segment.offset : segment.offset + segment.stop - segment.start]

@@ -1,8 +1,8 @@
-"""Calls the user's own `torch.optim` class on pieces of parameters.
+"""Applies the user's `torch.optim` class to slices of parameters, after probing that it is element-wise.
 
 An element-wise optimizer computes the same bits for a slice as for the whole, so states can be streamed in chunks and
-no optimizer has to be written again. Whether a class *is* element-wise is found out, not assumed: a probe runs it on
-a small tensor whole and in slices and compares. The state that it keeps per element is also found by the probe.
+no optimizer has to be reimplemented. Whether a class *is* element-wise is tested, not assumed: a probe runs it on a
+small tensor, whole and in slices, and compares. The probe also finds the per-element state that it keeps.
 
 Scalars of the state (a step count) stay in memory, per parameter; tensors of the parameter's shape go to the record.
 """
@@ -22,7 +22,7 @@ from zero_infinity.params.dynamo import no_compiling
 Scalars = dict[str, Any]
 Hyperparameters = dict[str, Any]
 
-# Large enough for several slices, with a tail that is no multiple of the vector width.
+# Large enough for several slices, with a tail that is not a multiple of the vector width.
 _PROBE_SHAPE = (13, 37)
 _PROBE_CUT = 192
 _PROBE_STEPS = 3
@@ -32,7 +32,7 @@ class UpdateRule:
     """One optimizer class with one parameter group's settings. Not thread-safe: one worker calls it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # A shallow copy has the class's own settings but none of the user's step hooks, state or parameters.
+        # A shallow copy has the class's settings but none of the user's step hooks, states or parameters.
         self._stepper = copy_without_step_hooks(optimizer)
         self._step = plain_step(type(optimizer))
 
@@ -44,7 +44,7 @@ class UpdateRule:
         scalars: Scalars,
         hyperparameters: Hyperparameters,
     ) -> dict[str, Any]:
-        """One step on `values` in place; returns the new state (the same tensors where they were given)."""
+        """Run one step on `values` in place; returns the new state (the given tensors where there were any)."""
         values.grad = gradient
         self._stepper.state = defaultdict(dict)
         if state or scalars:
@@ -58,7 +58,7 @@ class UpdateRule:
 
 
 def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:
-    """What a parameter group says now, kept apart from later changes (a scheduler may set the lr at any time)."""
+    """Return the current settings of a parameter group, isolated from later changes (by an LR scheduler)."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
@@ -67,7 +67,7 @@ def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:
 
 
 def split_state(state: dict[str, Any], shape: torch.Size) -> tuple[dict[str, torch.Tensor], Scalars]:
-    """State tensors with one value per element, and the rest."""
+    """Split a state into tensors with one value per element, and the rest."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: Scalars = {}
     for name, value in state.items():
@@ -83,7 +83,7 @@ def copy_scalars(scalars: Scalars) -> Scalars:
 
 
 def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
-    """The names of the per-element state of this group; raises `UsageError` when slices do not equal the whole."""
+    """Return the names of this group's per-element state; raises `UsageError` if slices differ from the whole."""
     kind = type(optimizer).__name__
     if kind in _REFUSED:
         raise UsageError(_refusal(kind, _REFUSED[kind]))
@@ -100,7 +100,7 @@ def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.
     except Exception as error:
         raise UsageError(_refusal(kind, f"it fails on a flat slice of a parameter ({error})")) from error
     if not torch.equal(whole, sliced):
-        raise UsageError(_refusal(kind, "a slice of a parameter is not updated as it is within the whole"))
+        raise UsageError(_refusal(kind, "updating a slice of a parameter differs from updating the whole"))
     return names
 
 
@@ -120,7 +120,7 @@ def _run(
             for name, value in states[index].items():
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != piece.shape:
                     raise UsageError(
-                        _refusal(type(rule._stepper).__name__, f"its state {name!r} has a shape of its own")
+                        _refusal(type(rule._stepper).__name__, f"state {name!r} does not have the parameter's shape")
                     )
             names = tuple(split_state(states[index], piece.shape)[0])
     return values, names
@@ -129,7 +129,7 @@ def _run(
 _REFUSED = {
     "LBFGS": "it needs a closure that evaluates the model several times in one step",
     "SparseAdam": "it needs sparse gradients, which are not streamed",
-    "Muon": "it orthogonalises whole matrices, so that a slice is not updated as it is within the whole",
+    "Muon": "it orthogonalises whole matrices, so updating a slice differs from updating the whole",
     "Adafactor": "it keeps row and column statistics of whole matrices",
 }
 

@@ -1,7 +1,7 @@
-"""The optimizer that a prepared model is trained with: a real `torch.optim.Optimizer` over streamed states.
+"""The optimizer of a prepared model: a real `torch.optim.Optimizer` over streamed states.
 
-It shares its parameter groups with the optimizer that the user made, so every LR scheduler works on either. `step()`
-submits what backward has not submitted yet and returns without waiting for it.
+It shares its parameter groups with the user's optimizer, so LR schedulers work on either. `step()` submits the updates
+that backward has not submitted yet and returns without waiting for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
 
 
 class StreamedTraining(Protocol):
-    """The training that a streamed optimizer drives: the engine, as far as it is used here."""
+    """The part of the engine that the streamed optimizer drives."""
 
     @property
     def states(self) -> OptimizerStateDict: ...
@@ -37,7 +37,7 @@ class StreamedTraining(Protocol):
 
 
 class StreamedStates(Mapping[torch.Tensor, dict[str, Any]]):
-    """What the plain optimizer's `state` would be, to read: tensors are copies."""
+    """A read-only view of what the plain optimizer's `state` would be; tensors are copies."""
 
     def __init__(self, states: OptimizerStateDict) -> None:
         self._states = states
@@ -60,7 +60,7 @@ class StreamedStates(Mapping[torch.Tensor, dict[str, Any]]):
 
 
 class StreamedOptimizer(Optimizer):
-    """Updates parameters whose states live in blocks, by the class of the optimizer that it was made from."""
+    """Updates parameters whose states live in blocks, with the class of the user's optimizer."""
 
     def __init__(self, engine: StreamedTraining, optimizer: Optimizer) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
@@ -69,24 +69,24 @@ class StreamedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """The states, each read when it is asked for.
+        """The states, each read on access.
 
-        torch.distributed.checkpoint takes a step with gradients of zero when an optimizer has none.
+        torch.distributed.checkpoint runs a step with zero gradients if an optimizer has no state.
         """
         return StreamedStates(self._engine.states)
 
     @state.setter
     def state(self, _: object) -> None:
-        """The base class sets an empty one when it is made."""
+        """Ignored: the base class sets an empty state in its `__init__`."""
 
     @property
     def engine(self) -> StreamedTraining:
-        """Whose states it updates."""
+        """The training that this optimizer drives."""
         return self._engine
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The global gradient norm of the last step, when `max_grad_norm` is set."""
+        """The global gradient norm of the last step, if `max_grad_norm` is set."""
         return self._engine.grad_norm
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -97,37 +97,37 @@ class StreamedOptimizer(Optimizer):
                 "  fix:   call loss.backward() yourself, then optimizer.step()"
             )
         self._engine.step()
-        # A scheduler made with the plain optimizer asks it whether it has ever stepped.
+        # A scheduler created on the plain optimizer checks whether that optimizer has stepped.
         mark_stepped(self._engine.states.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that were not used. A step has consumed its gradients already."""
+        """Drop unused gradients. A finished step has already consumed its own."""
         self._engine.discard_gradients(set_to_none=set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate; the one after them completes the step."""
+        """Backward passes inside this context only accumulate; the next one outside completes the step."""
         with self._engine.accumulating():
             yield
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_engine"):
             raise UsageError(
-                "a parameter group cannot be added after zi.prepare: its states would have no place\n"
+                "a parameter group cannot be added after zi.prepare: it would have no state records\n"
                 "  fix:   add it to the optimizer before zi.prepare"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states in memory, as the plain optimizer's `state_dict()` has them."""
+        """Return the states in memory, in the form of the plain optimizer's `state_dict()`."""
         self._engine.settle()
         return self._engine.states.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take in the states of a plain optimizer's `state_dict()`."""
+        """Load the states of a plain optimizer's `state_dict()`."""
         self._engine.settle()
         self._engine.states.load_state_dict(state_dict)
-        # Loading has made new groups, which schedulers change through either optimizer.
+        # Loading creates new groups, which schedulers change through either optimizer.
         self.param_groups = self._engine.states.optimizer.param_groups
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Parameters that tensor parallelism has split already: torch's DTensors, of which a rank has a local part.
+"""The local parts of tensor-parallel parameters (DTensors), which are managed like plain parameters.
 
-Only that part is managed, as if it were the parameter: it is stored, shown, updated and sharded over the data-parallel
-ranks like any other. The DTensor around it says what the whole looks like, and stays as it is. A gradient that is a
-partial sum (a norm's under sequence parallelism) is summed over the mesh first, as the parameter itself is laid out.
+Only the local part is managed: it is stored, unsharded, updated and sharded over the data-parallel ranks like any other
+parameter. The DTensor that wraps it describes the whole tensor and is not changed. A gradient that is a partial sum (of
+a norm under sequence parallelism) is first reduced over the mesh to the parameter's placements.
 
-`torch.distributed.tensor` takes a second to import, so it is not imported here: where nobody has, there is no DTensor.
+`torch.distributed.tensor` takes a second to import, so it is not imported here: unless it is loaded, there is no
+DTensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_distributed(tensor: torch.Tensor) -> TypeGuard[Any]:
-    """Whether it is a DTensor."""
+    """True if it is a DTensor."""
     if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -34,22 +35,22 @@ def is_distributed(tensor: torch.Tensor) -> TypeGuard[Any]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it: all, unless it is a DTensor."""
+    """Return this rank's local part: the whole tensor, unless it is a DTensor."""
     if not is_distributed(tensor):
         return tensor
     local: Any = local_tensor(tensor)
-    # What a collective is still bringing has to be waited for.
+    # The result of an asynchronous collective must be waited for.
     part: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
     return part
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as the local part of a tensor that is laid out as `parameter`; as it is for a plain one."""
+    """Return `local` as the local part of a DTensor with the placements of `parameter`; unchanged for a plain one."""
     return dtensor_around(local, spec_of(parameter)) if is_distributed(parameter) else local
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a gradient, once that is laid out as its parameter."""
+    """Return this rank's part of a gradient, redistributed to its parameter's placements."""
     if is_distributed(gradient) and is_distributed(parameter) and gradient.placements != parameter.placements:
         with torch.no_grad():
             gradient = gradient.redistribute(placements=parameter.placements)
@@ -57,7 +58,7 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def whole_norms(norms: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of whole gradients, given those of local parts. Every rank of the parameters' meshes has to ask."""
+    """Return the norms of whole gradients, given those of local parts. Collective over the parameters' meshes."""
     whole = list(norms)
     split: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for number, parameter in enumerate(parameters):
@@ -73,7 +74,7 @@ def whole_norms(norms: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor
 
 
 def _groups_of(parameter: torch.Tensor) -> tuple[ProcessGroup, ...]:
-    """Those over which the parts of a parameter are spread."""
+    """Return the groups over which a parameter is split."""
     if not is_distributed(parameter):
         return ()
     placements = enumerate(parameter.placements)
@@ -81,7 +82,7 @@ def _groups_of(parameter: torch.Tensor) -> tuple[ProcessGroup, ...]:
 
 
 def check_group(named: dict[str, nn.Parameter], group: ProcessGroup | None) -> None:
-    """Raise when ranks of `group`, who are to have the same parameters, have different parts of one."""
+    """Raise if ranks of `group`, which must have the same parameters, have different parts of one."""
     if group is None:
         return
     members = set(get_process_group_ranks(group))
@@ -90,6 +91,6 @@ def check_group(named: dict[str, nn.Parameter], group: ProcessGroup | None) -> N
             common = members & set(parameter.device_mesh.mesh.flatten().tolist())
             if len(common) > 1:
                 raise UsageError(
-                    f"{name!r} is split over ranks {sorted(common)} (tensor parallel), which are also ranks to share "
-                    'the states with\n  fix:   group=mesh["dp"]: the ranks that have the same parameters'
+                    f"{name!r} is split over ranks {sorted(common)} (tensor parallel), which are also data-parallel"
+                    ' ranks\n  fix:   group=mesh["dp"]: the ranks that have the same parameters'
                 )

@@ -1,10 +1,10 @@
-"""Keeps torch.compile apart from what is no part of a graph.
+"""Keeps torch.compile away from code that must not be traced, and from threads that run updates.
 
-Functions that swap parameters break the graph where they run. `torch.compiler.disable` would import the compiler
-(seconds) for everyone; this asks for it only where it is loaded.
+Functions that swap parameters cause a graph break. `torch.compiler.disable` would import the compiler (seconds) for
+every user; the marker here is used only where the compiler is already loaded.
 
-And while one thread compiles, `torch.compiler.is_compiling()` is true in all of them: an optimizer that another thread
-runs then counts its steps in float32, and the last bit of an update may differ (seen on a busy machine). So that
+While one thread compiles, `torch.compiler.is_compiling()` is true in all threads: an optimizer that runs on another
+thread then keeps its step count in float32, and the last bit of an update may differ (seen on a busy machine). So that
 thread waits for the compiler.
 """
 
@@ -20,12 +20,12 @@ from zero_infinity._torch import compile_lock, dynamo_disable, mark_not_compiled
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-# Nothing that is compiled waits for an update, as far as is known; should it, that is how long both wait.
+# No compiled code is known to wait for an update; if one does, both wait this long.
 _PATIENCE_SECONDS = 60.0
 
 
 def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """The function, run as it is also inside of a compiled model."""
+    """Return the function, run eagerly even inside a compiled model."""
     apart: list[Any] = []
 
     @functools.wraps(function)
@@ -44,7 +44,7 @@ def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
 
 @contextmanager
 def no_compiling() -> Iterator[None]:
-    """Inside, no other thread compiles. For what neither waits nor takes long."""
+    """No other thread compiles inside this context. Only for short work that does not wait."""
     lock = compile_lock()
     if lock is None or not lock.acquire(timeout=_PATIENCE_SECONDS):
         yield

@@ -1,6 +1,6 @@
-"""Where a model is trained: what every decision about it goes by, found out once, before anything is decided.
+"""The training environment of a model: ranks, device, memory and precision, determined once in advance.
 
-What ranks that have to decide alike decide by (the least memory of all, the speed of 16 bits) is agreed here.
+Values on which ranks must agree (the smallest memory of all ranks, the speed of 16-bit computation) are agreed on here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_infinity.tiers.accelerator import ComputeDevice
 
 @dataclass(frozen=True, slots=True)
 class TrainingEnvironment:
-    """One rank's view of them."""
+    """One rank's view of the training environment."""
 
     config: Config
     ranks: RankGroup | None
@@ -31,7 +31,7 @@ class TrainingEnvironment:
     accelerator: ComputeDevice | None
     budget: int  # host memory of this rank
     common_budget: int  # the smallest of all ranks
-    is_fast: bool | None  # whether all ranks compute fast in 16 bits; None: that is each one's own affair
+    is_fast: bool | None  # True if 16-bit compute is fast on all ranks; None: each rank decides
 
     @property
     def device(self) -> torch.device:
@@ -39,33 +39,33 @@ class TrainingEnvironment:
 
     @property
     def device_memory(self) -> int | None:
-        """Of the accelerator."""
+        """The memory of the accelerator."""
         return self.config.device_memory or (self.accelerator.budget if self.accelerator is not None else None)
 
     @property
     def least_budget(self) -> int:
-        """Of the tiers that a tile has to fit in."""
+        """The smallest budget of the tiers that a tile must fit in."""
         device = self.device_memory
         return self.common_budget if device is None else min(self.common_budget, device)
 
     def precision_of(self, dtype: torch.dtype, module: nn.Module | None = None) -> Precision:
-        """Of a parameter of `module` that the user made in `dtype`."""
+        """Return the precision of a parameter of `module` that the user made in `dtype`."""
         own = module is not None and computes_with_buffers(module)
         return precision_of(dtype, self.config, self.device, fast=self.is_fast, computed_as_made=own)
 
     def agreed(self, phase: str) -> AbstractContextManager[None]:
-        """What one rank fails with in here, all fail with."""
+        """If one rank fails inside this context, all ranks raise."""
         return self.ranks.agreed(phase) if self.ranks is not None else nullcontext()
 
 
 def environment_of(
     model: nn.Module, config: Config, accelerator: ComputeDevice | None, ranks: RankGroup | None
 ) -> TrainingEnvironment:
-    """Of a model that is about to be prepared; what `zi.init` has found out before still holds."""
-    hosts = {store_of(managed) for p in model.parameters() if (managed := offloaded_param.managed(p)) is not None}
-    ranks = next((host.ranks for host in hosts if host.ranks is not None), ranks)
-    # Asked once: what is available changes.
-    budget = min((host.store.pool.budget for host in hosts), default=0) or budget_of(config, ranks)
+    """Return the environment of a model to prepare; reuses what `zi.init` has determined."""
+    stores = {store_of(managed) for p in model.parameters() if (managed := offloaded_param.managed(p)) is not None}
+    ranks = next((store.ranks for store in stores if store.ranks is not None), ranks)
+    # Determined once, because the available memory changes.
+    budget = min((store.store.pool.budget for store in stores), default=0) or budget_of(config, ranks)
     common = budget if ranks is None else ranks.smallest("the memory of zi.prepare", budget)
     is_fast = None
     stored = config.param_dtype

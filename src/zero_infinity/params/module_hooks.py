@@ -1,10 +1,10 @@
-"""Module hooks: the ordinary path by which a model's parameters are unsharded and offloaded.
+"""Module hooks that unshard a module's parameters before its forward and reshard them after it.
 
 A module that owns parameters and has no child that does (nn.Linear, nn.LSTM, a norm) unshards all of them for its
-forward. The parameters of any other module (a root with a position table) are left to the safety net, one operation at
-a time: unsharding them for a forward that contains the whole model would pin them for all of it.
+forward. The parameters of other modules (a root with a position table) are unsharded by `__torch_function__`, one
+operation at a time: unsharding them for a forward that contains the whole model would pin them throughout.
 
-A hook is an object that a copy of the module does not take along: a deep copy of a prepared model is a plain model.
+Hooks are not copied with their module: a deep copy of a prepared model is a plain model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zero_infinity.run_trace import FORWARD, RunTrace
 
 
 class _Inert:
-    """What a copied module has in the place of a hook."""
+    """Replaces a hook in a copied module."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None
 
 
 class Hook:
-    """A hook that stays behind when its module is copied."""
+    """A hook that is not copied with its module."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _Inert()
@@ -45,7 +45,7 @@ class Hook:
 
 
 class BeforeForward(Hook):
-    """Unshards what the module owns and puts the saved-tensor hooks on top."""
+    """Unshards the module's own parameters and pushes the saved-tensor hooks."""
 
     def __init__(self, unsharder: Unsharder, stack: ForwardStack, parameters: list[ManagedParameter]) -> None:
         self._unsharder = unsharder
@@ -61,7 +61,7 @@ class BeforeForward(Hook):
 
 
 class AfterForward(Hook):
-    """Takes back what `BeforeForward` did."""
+    """Undoes `BeforeForward`."""
 
     def __init__(self, stack: ForwardStack) -> None:
         self._stack = stack
@@ -73,7 +73,7 @@ class AfterForward(Hook):
 
 
 class CopyStates(Hook):
-    """While a state_dict is made, `detach` gives copies: views of every parameter would pin the whole model."""
+    """During `state_dict()`, `detach` returns copies: views of every parameter would pin the whole model."""
 
     def __init__(self, change: Callable[[], None]) -> None:
         self._change = change
@@ -83,24 +83,24 @@ class CopyStates(Hook):
 
 
 class RefuseAssignment(Hook):
-    """`load_state_dict(assign=True)` would put parameters in place that nobody manages."""
+    """`load_state_dict(assign=True)` would replace managed parameters by unmanaged ones."""
 
     def __call__(self, _: nn.Module, __: Any, prefix: str, metadata: Mapping[str, Any], *___: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 f"load_state_dict(assign=True) would replace the managed parameters of {prefix or 'the model'!r}\n"
-                "  fix:   load_state_dict(...) without assign, which copies into them"
+                "  fix:   load_state_dict(...) without assign, which copies the values"
             )
 
 
 class Discarding(Protocol):
-    """Who has gradients that `p.grad` does not show."""
+    """An object with gradients that are not in `p.grad`."""
 
     def discard_gradients(self, *, set_to_none: bool) -> None: ...
 
 
 class ZeroGradients(Hook):
-    """The model's own `zero_grad`: gradients that wait for step() are not on its parameters."""
+    """The model's `zero_grad`: gradients that wait for step() are not on its parameters."""
 
     def __init__(self, model: nn.Module, engine: Discarding) -> None:
         self._model = weakref.ref(model)
@@ -119,22 +119,23 @@ class ZeroGradients(Hook):
 
 
 class _Entry:
-    """One forward that is under way."""
+    """A forward in progress."""
 
     __slots__ = ("backward", "hooks_pushed", "module", "parameters")
 
     def __init__(self, module: nn.Module, backward: int) -> None:
         self.module = module
-        self.backward = backward  # that computes it again; -1: none
+        self.backward = backward  # that recomputes it; -1: none
         self.parameters: list[ManagedParameter] = []
         self.hooks_pushed = False
 
 
 class ForwardStack:
-    """The forwards that are under way, so that whatever interrupts them leaves nothing unsharded.
+    """The forwards in progress, so that an interrupt leaves nothing unsharded.
 
-    An exception in forward still runs our after-hooks; a KeyboardInterrupt does not. What it leaves behind is cleaned
-    up when the outermost module is called again; of a computation inside of a backward, at the next one outside.
+    After an exception in forward our after-hooks still run; after a KeyboardInterrupt they do not. What that leaves
+    behind is cleaned up at the next call of the outermost module; for a forward inside a backward, at the next one
+    outside.
     """
 
     def __init__(self, unsharder: Unsharder, run_trace: RunTrace | None = None) -> None:
@@ -148,7 +149,7 @@ class ForwardStack:
         if self._entries and self._thread != thread:
             raise UsageError(
                 f"{type(module).__name__} is called by a second thread while another one is inside the model\n"
-                "  fix:   run one forward or backward at a time for each prepared model"
+                "  fix:   run one forward or backward at a time per prepared model"
             )
         self._thread = thread
         backward = current_graph_task_id()
@@ -158,7 +159,7 @@ class ForwardStack:
         if self._entries and (self._entries[0].module, self._entries[0].backward) == (module, backward):
             self.clear()
         if self._run_trace is not None and not self._entries and backward < 0:
-            self._run_trace.begin(FORWARD)  # and not a recomputation in backward
+            self._run_trace.begin(FORWARD)  # not a recomputation in backward
         self._entries.append(_Entry(module, backward))
 
     def entered(self, parameters: list[ManagedParameter], *, hooks_pushed: bool) -> None:
@@ -167,7 +168,7 @@ class ForwardStack:
 
     def leave(self, module: nn.Module) -> None:
         if self._thread != threading.get_ident():
-            return  # of a call that was refused
+            return  # of a refused call
         while any(entry.module is module for entry in self._entries):
             entry = self._entries.pop()
             self._undo(entry)
@@ -181,14 +182,14 @@ class ForwardStack:
             self._undo(self._entries.pop())
 
     def _undo(self, entry: _Entry) -> None:
-        # A backward that has ended took the hooks along that were pushed inside of it.
+        # The end of a backward has already removed the hooks that were pushed inside it.
         if entry.hooks_pushed and entry.backward == current_graph_task_id():
             pop_saved_tensor_hooks()
         self._unsharder.reshard(entry.parameters)
 
 
 def attach_state_hooks(module: nn.Module, state_dicts: StateDictScope) -> None:
-    """Let the module's state_dict hold copies, and its load_state_dict copy into the parameters that are there."""
+    """Make the module's state_dict return copies, and its load_state_dict copy into the existing parameters."""
     if any(isinstance(hook, CopyStates) for hook in state_dict_pre_hooks(module)):
         return
     module.register_state_dict_pre_hook(CopyStates(state_dicts.begin))
@@ -202,14 +203,14 @@ def attach(
     owners: dict[nn.Module, list[ManagedParameter]],
     run_trace: RunTrace | None = None,
 ) -> None:
-    """Put hooks on every module; `owners` says which parameters belong to which."""
+    """Register hooks on every module; `owners` maps modules to their parameters."""
     stack = ForwardStack(unsharder, run_trace)
     for module in model.modules():
-        # A tile is shown by whoever uses it, for as long as it takes.
+        # A tile is unsharded by the operation that uses it.
         parameters = [p for p in owners.get(module, []) if p.whole is None]
         if any(child in owners for child in module.modules() if child is not module):
             parameters = []
         module.register_forward_pre_hook(BeforeForward(unsharder, stack, parameters), prepend=True)
-        # always_call: an exception, or checkpoint's early stop of a recomputation, skips ordinary hooks.
+        # always_call: ordinary hooks are skipped by an exception and by checkpoint's early stop of a recomputation.
         module.register_forward_hook(AfterForward(stack), always_call=True)
         attach_state_hooks(module, unsharder.owner.parameter_store.state_dicts)

@@ -1,14 +1,14 @@
-"""Layers of which each rank may call others: experts that a router chooses from, heads for different tasks.
+"""Detects layers that ranks call differently (experts, task heads) and makes ranks gather them together.
 
-Ranks that store parts of every layer have to gather the same layers in the same order, and to sum the same gradients.
-A decoder's layers are called by all ranks alike; when one rank leaves one out, that is a mistake, and is said. Experts
-are called as the data wants. Both look the same: a ModuleList of one class. What tells them apart is what they are
-given: a layer gets what the layer before it made, an expert gets what all experts get.
+Ranks that store shards must gather the same layers and reduce the same gradients in the same order. All ranks call a
+decoder's layers alike; if one rank skips one, that is a user error and is reported. Experts are called as the data
+requires. Both look the same: a ModuleList of one class. Their inputs distinguish them: a layer gets the output of the
+layer before it, an expert gets the same input as all experts.
 
-So the first forward is watched. A container of siblings is a *chain* when one's input was computed from the output of
-the one before it; it holds *alternatives* when that was never so and inputs came from elsewhere or some had no call.
-Autograd's nodes are numbered in the order in which they were made, so the question is answered by looking at the few
-nodes that are younger than the earlier sibling's output.
+So the first forward is observed. A container of siblings is a *chain* if the input of one was computed from the output
+of the one before it. It holds *alternatives* if that never happened and inputs came from elsewhere or some siblings
+were not called. Autograd's nodes are numbered in creation order, so only the few nodes newer than the earlier sibling's
+output have to be searched.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.params.module_hooks import Hook
 from zero_infinity.params.unit import ManagedParameter, Unit
 
-# The topic of what was seen; no unit has this number.
+# Topic number of the observations; no unit has this number.
 _LAYERS = -11
-_CHAIN, _APART = 1, 2  # what was seen of a container
+_CHAIN, _APART = 1, 2  # what was observed of a container
 
 
 class ExpertContainer:
-    """Siblings of one class, and what was seen of them so far."""
+    """Siblings of one class, and what was observed of them so far."""
 
     def __init__(self, name: str, siblings: list[nn.Module], units: list[Unit]) -> None:
         self.name = name
@@ -39,15 +39,15 @@ class ExpertContainer:
         self.units = units
         self.evidence = 0
         self._called: set[nn.Module] = set()
-        self._made_last: frozenset[int] = frozenset()  # the nodes of the last sibling's outputs
+        self._made_last: frozenset[int] = frozenset()  # nodes of the last sibling's outputs
 
     @property
     def may_be_chosen_from(self) -> bool:
-        """Whether nothing says that all siblings are called one after the other."""
+        """True if there is no evidence that the siblings form a chain."""
         return not self.evidence & _CHAIN
 
     def enter(self) -> None:
-        """Its owner is called."""
+        """The container's owner is called."""
         self._called.clear()
         self._made_last = frozenset()
 
@@ -93,7 +93,7 @@ class _Called(_Enter):
 
 
 class RoutingWatch:
-    """Watches a model's containers until it is known what they are."""
+    """Observes a model's containers until they are classified."""
 
     def __init__(self, model: nn.Module, owners: dict[nn.Module, list[ManagedParameter]]) -> None:
         self.containers: list[ExpertContainer] = []
@@ -122,20 +122,20 @@ class RoutingWatch:
             ]
 
     def start(self) -> None:
-        """Watch from the next forward on."""
+        """Observe from the next forward on."""
         for owner, container in self._owners:
             self._watch(owner, container)
 
     def innermost(self, number: int) -> ExpertContainer | None:
-        """The smallest container that the unit of this number lies in."""
-        around = [container for container in self.containers if any(unit.number == number for unit in container.units)]
-        return min(around, key=lambda container: len(container.units), default=None)
+        """Return the smallest container with the unit of this number."""
+        found = [container for container in self.containers if any(unit.number == number for unit in container.units)]
+        return min(found, key=lambda container: len(container.units), default=None)
 
     def evidence(self) -> list[int]:
         return [container.evidence for container in self.containers]
 
     def end(self, evidence: Collection[list[int]]) -> list[ExpertContainer]:
-        """Stop watching; the containers of alternatives, going by what all ranks have seen."""
+        """Stop observing; return the containers of alternatives, based on the evidence of all ranks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -149,9 +149,9 @@ class RoutingWatch:
 
 
 class ExpertRouting:
-    """What ranks do about layers that each of them chooses from: they agree on what was seen at the first gradient.
+    """Makes ranks agree, at the first gradient, on the layers that each of them chooses from.
 
-    Until then, ranks that ask for different units gather all of the container that these are in.
+    Until then, ranks that ask for different units gather the whole container of these units.
     """
 
     def __init__(self, watch: RoutingWatch, channel: Channel) -> None:
@@ -160,18 +160,18 @@ class ExpertRouting:
         self._is_known = False
 
     def start(self) -> None:
-        """Watch from the next forward on."""
+        """Observe from the next forward on."""
         self._watch.start()
 
     def chosen_from(self, number: int) -> tuple[str, Sequence[Unit]] | None:
-        """The units among which this one may be a rank's choice, with their common name."""
+        """Return the units from which a rank may choose this one, and their common name."""
         container = self._watch.innermost(number) if not self._is_known else None
         if container is None or not container.may_be_chosen_from:
             return None
         return container.name, container.units
 
     def classify(self) -> list[ExpertContainer]:
-        """The containers of alternatives, agreed on by all ranks. Once, with the first gradient; empty afterwards."""
+        """Return the containers of alternatives, agreed on by all ranks, at the first gradient; empty after that."""
         if self._is_known:
             return []
         self._is_known = True
@@ -186,7 +186,7 @@ def _are_alike(siblings: list[nn.Module], owners: dict[nn.Module, list[ManagedPa
 
 
 def _descends(nodes: Iterable[Any], ancestors: frozenset[int]) -> bool:
-    """Whether one of the nodes was computed from one of the ancestors (given by number)."""
+    """True if one of the nodes was computed from one of the ancestors (given by number)."""
     oldest = min(ancestors)
     left = [node for node in nodes if node is not None]
     seen: set[int] = set()

@@ -1,17 +1,18 @@
-"""A parameter whose bytes are elsewhere, and the safety net under it.
+"""Offloaded parameters: NaN placeholders that unshard themselves in any torch function that uses them.
 
-An offloaded parameter is still the user's own `nn.Parameter` object, with true shape, dtype and device. Only its class
-is swapped for an `OffloadedParameter` (for a subclass of `nn.Parameter`: for one that is both), and its data is one NaN
-cell expanded to the shape. It takes no memory, and code that bypasses the safety net sees NaN, never plausible numbers.
+An offloaded parameter is still the user's `nn.Parameter` object, with its true shape, dtype and device. Only its class
+is changed to `OffloadedParameter` (for a subclass of `nn.Parameter`: to a class derived from both), and its data is one
+NaN element expanded to the shape. It takes no memory, and code that bypasses `__torch_function__` sees NaN, never
+plausible numbers.
 
-Any torch function that gets an offloaded parameter comes through `__torch_function__`: metadata is answered as it is;
+Any torch function called with an offloaded parameter goes through `__torch_function__`. Metadata is answered directly;
 for everything else the parameter is unsharded (its bytes are fetched), the function runs, and it is offloaded again.
 So `F.linear(x, other.weight)`, tied weights, `nn.MultiheadAttention`'s inner projections, an L2 penalty in the loss and
-code outside of any forward just work.
+code outside any forward work unchanged.
 
-A parameter that is unsharded for the forward of its module has no such net. It is a `WatchedParameter`: every function
-goes straight to torch, and only the ways by which a value can be changed without a trace (`.data`, `.detach()`,
-`.numpy()`) are told of.
+A parameter that is unsharded for its module's forward is a `WatchedParameter`, without `__torch_function__`: functions
+go straight to torch, and only accesses that can change a value undetected (`.data`, `.detach()`, `.numpy()`) are
+reported.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from zero_infinity.params.dtensor import local_of
 from zero_infinity.params.dynamo import not_compiled
 from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter
 
-# Where a parameter keeps its ParameterAccess.
+# The attribute that holds a parameter's ParameterAccess.
 _ACCESS = ATTRIBUTE + "_access"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -46,54 +47,54 @@ _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class ParameterAccess(Protocol):
-    """Whoever can show the bytes of a parameter."""
+    """An object that can unshard a parameter."""
 
     def call_unsharded(
         self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]
     ) -> Any:
-        """Run `call`, which is some call of `func`, while the parameters show their values."""
+        """Run `call`, which calls `func`, while the parameters are unsharded."""
 
     def copied(self, original: ManagedParameter, copy: nn.Parameter) -> None:
         """A deep copy of `original` was made."""
 
     def may_change(self, parameter: ManagedParameter) -> None:
-        """The user has a tensor through which the unsharded value may change, now or later, without a trace."""
+        """The user has a tensor through which the unsharded value may change undetected, now or later."""
 
 
 def managed(parameter: torch.Tensor) -> ManagedParameter | None:
-    """What is known of a parameter, if it is one of ours."""
+    """Return what manages a parameter; None for a plain one."""
     found: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)
     return found
 
 
 def access_of(parameter: ManagedParameter) -> ParameterAccess:
-    """Who answers for a parameter."""
+    """Return the object that unshards a parameter."""
     access: ParameterAccess = parameter.parameter.__dict__[_ACCESS]
     return access
 
 
 def adopt(parameter: ManagedParameter, access: ParameterAccess) -> None:
-    """From now on `access` answers for this parameter."""
+    """From now on `access` unshards this parameter."""
     parameter.parameter.__dict__[ATTRIBUTE] = parameter
     parameter.parameter.__dict__[_ACCESS] = access
 
 
 def reshard(parameter: ManagedParameter) -> None:
-    """Point the parameter at its NaN cell and swap its class. Its old data is freed unless someone refers to it."""
-    with no_torch_function():  # it may be offloaded already, by whom it moves away from
+    """Point the parameter at its NaN cell and change its class. Its old data is freed unless it is referenced."""
+    with no_torch_function():  # it may already be offloaded, by its previous owner
         point(parameter, parameter.offloaded_data)
     parameter.parameter.__class__ = _as(OffloadedParameter, parameter.plain_class)
 
 
 def show(parameter: ManagedParameter, data: torch.Tensor, *, watched: bool) -> None:
-    """Point the parameter at real values and give it its own class again, or one that tells of hidden changes."""
+    """Point the parameter at real values and restore its class, or use one that reports hidden changes."""
     plain = parameter.plain_class
     parameter.parameter.__class__ = _as(WatchedParameter, plain) if watched else plain
     point(parameter, data)
 
 
 def point(parameter: ManagedParameter, data: torch.Tensor) -> None:
-    """Put `data` in the place of what the parameter points at, past the net."""
+    """Replace the data of a parameter, bypassing `__torch_function__`."""
     if parameter.is_distributed:
         set_local_tensor(parameter.parameter, data)
     else:
@@ -101,7 +102,7 @@ def point(parameter: ManagedParameter, data: torch.Tensor) -> None:
 
 
 def data_of(parameter: ManagedParameter) -> torch.Tensor:
-    """What an unsharded parameter points at, for ourselves."""
+    """Return the data of an unsharded parameter, for internal use."""
     if parameter.is_distributed:
         return local_of(parameter.parameter)
     data: torch.Tensor = _GET_DATA(parameter.parameter)
@@ -110,7 +111,7 @@ def data_of(parameter: ManagedParameter) -> torch.Tensor:
 
 @functools.cache
 def _as(state: type[nn.Parameter], plain: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of a parameter in this state whose own class is `plain`: an instance is one of both."""
+    """Return the class of a parameter in this state whose own class is `plain`; it is derived from both."""
     if plain is nn.Parameter:
         return state
     bases = (_OffloadedDTensor,) if state is OffloadedParameter and hasattr(plain, "full_tensor") else (state,)
@@ -121,7 +122,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
-# Answered from the offloaded parameter itself: its shape, dtype, device and autograd fields are the true ones.
+# Answered by the offloaded parameter itself: its shape, dtype, device and autograd fields are the true ones.
 _METADATA: frozenset[Any] = frozenset(
     _getters(
         *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "grad_fn"),
@@ -152,12 +153,12 @@ _METADATA: frozenset[Any] = frozenset(
 )
 _GRADIENT_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _ONLY_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
-# What `nn.Module._apply` asks before it puts a converted tensor, or another parameter, in the place of a parameter.
+# Called by `nn.Module._apply` before it replaces a parameter by a converted tensor or another parameter.
 _ABOUT_TO_CONVERT = HAS_COMPATIBLE_TYPE
 
 
 class OffloadedParameter(nn.Parameter):
-    """The class of a parameter while its bytes are elsewhere. Instances are made by `reshard`, never directly."""
+    """The class of a parameter while it is offloaded. Instances are made by `reshard`, never directly."""
 
     @classmethod
     @not_compiled
@@ -167,7 +168,7 @@ class OffloadedParameter(nn.Parameter):
         keywords = dict(kwargs or {})
         if func in _GRADIENT_HOOKS and args[0].__dict__[ATTRIBUTE].tiles:
             raise UsageError(
-                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is used in tiles, and its gradient is never whole: a "
+                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is used in tiles and never has a whole gradient: a "
                 "hook on it would not be called\n  fix:   a larger tile_above in zi.Config, or register the hook "
                 "before zi.prepare, which then leaves the parameter whole"
             )
@@ -180,21 +181,21 @@ class OffloadedParameter(nn.Parameter):
         if func is torch.Tensor.register_post_accumulate_grad_hook:
             with no_torch_function():
                 handle = func(*args, **keywords)
-            # Ours takes the gradient away, so it has to come last.
+            # Our hook takes the gradient away, so it must run last.
             args[0].__dict__[ATTRIBUTE].hook_gradient_last()
             return handle
-        if func == _SET_DATA or func is _ABOUT_TO_CONVERT:  # a new wrapper at each look-up: equal, not identical
+        if func == _SET_DATA or func is _ABOUT_TO_CONVERT:  # each look-up returns a new wrapper: equal, not identical
             check_same_kind(args[0].__dict__[ATTRIBUTE], args[1])
         if func is torch.Tensor.share_memory_:
             raise UsageError(
-                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is managed by zero_infinity and cannot move into "
-                "shared memory\n  fix:   share a copy that was made before zi.prepare"
+                f"parameter {args[0].__dict__[ATTRIBUTE].name!r} is managed by zero_infinity and cannot be moved to "
+                "shared memory\n  fix:   share a copy made before zi.prepare"
             )
         if func in _ONLY_GRADIENTS:
-            # It asks for gradients and reads no value.
+            # It computes gradients and reads no value.
             edges = _with_edges((args, keywords))
             return func(*edges[0], **edges[1])
-        # The parameter may come by keyword (nn.init, F.layer_norm) or inside a list (_VF.lstm).
+        # The parameter may be passed by keyword (nn.init, F.layer_norm) or inside a list (_VF.lstm).
         found = list({id(p): p for p in _offloaded_in((args, keywords))}.values())
         if not found:
             with no_torch_function():
@@ -207,7 +208,7 @@ class OffloadedParameter(nn.Parameter):
         return _call_unsharded(found, func, lambda: func(*args, **keywords))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy is an ordinary parameter with the values in memory (or offloaded, while a model is being built)."""
+        """Return an ordinary parameter with the values in memory (or an offloaded one, during `zi.init`)."""
         parameter = self.__dict__[ATTRIBUTE]
         copied: nn.Parameter = _call_unsharded([parameter], copy.deepcopy, lambda: _copy_unsharded(self, memo))
         access_of(parameter).copied(parameter, copied)
@@ -221,7 +222,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 class _OffloadedDTensor(OffloadedParameter):
-    """What of a DTensor reads its local part and is no torch function."""
+    """DTensor methods that read the local part and are not torch functions."""
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._unsharded("to_local", *args, **kwargs)
@@ -240,7 +241,7 @@ class _OffloadedDTensor(OffloadedParameter):
 
 
 class WatchedParameter(nn.Parameter):
-    """The class of a parameter while its module's forward runs. Instances are made by `show`, never directly."""
+    """The class of a parameter during its module's forward. Instances are made by `show`, never directly."""
 
     @property
     @not_compiled
@@ -272,7 +273,7 @@ class WatchedParameter(nn.Parameter):
 
 
 def _copy_unsharded(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A copy that nobody manages. Some classes' copies take along whatever is on a tensor."""
+    """Return an unmanaged copy. Some classes copy every attribute of a tensor."""
     ours = {name: parameter.__dict__.pop(name) for name in (ATTRIBUTE, _ACCESS)}
     try:
         copied: nn.Parameter = parameter.__deepcopy__(memo)
@@ -303,7 +304,7 @@ def _use_tiles(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
-    """Run `func` tile by tile, with whatever else is offloaded among its arguments (a bias) unsharded."""
+    """Run `func` tile by tile, with other offloaded arguments (a bias) unsharded."""
     others = [p for p in found if p is not tiled]
     use = tiled.tiled_use
     if use is None or any(p.tiles for p in others):
@@ -325,7 +326,7 @@ def _offloaded_in(value: Any) -> Iterator[ManagedParameter]:
 
 
 def _with_edges(value: Any) -> Any:
-    """The same with each offloaded parameter replaced by its edge in the graph."""
+    """Return the same value with each offloaded parameter replaced by its edge in the graph."""
     if isinstance(value, OffloadedParameter):
         with no_torch_function():
             return torch.autograd.graph.get_gradient_edge(value)
@@ -337,7 +338,7 @@ def _with_edges(value: Any) -> Any:
 
 
 def check_same_kind(parameter: ManagedParameter, data: torch.Tensor) -> None:
-    """`model.to(...)`, `.half()` and the like end in `parameter.data = converted`: refuse what would not be kept."""
+    """Refuse conversions that would be lost: `model.to(...)`, `.half()` etc. end in `parameter.data = converted`."""
     cell = parameter.cell
     with no_torch_function():
         data = local_of(data)

@@ -1,7 +1,7 @@
-"""The store of one model's parameters: memory, files, the host tier and its threads; nothing of training.
+"""The store of one model's parameters: memory, files, host tier and threads, without any training state.
 
-It exists from `zi.init` on, while the model is still being built, or from `zi.prepare`. Training adds optimizer
-records and gradients on top.
+It exists from `zi.init` on, while the model is being built, or from `zi.prepare` on. Training adds optimizer state
+records and gradients.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from zero_infinity.tiers.compute_thread import ComputeThread
 from zero_infinity.tiers.host_cache import HostCache
 from zero_infinity.tiers.update_worker import UpdateWorker
 
-# Fetching ahead needs an order, and there is none before training.
+# Prefetching needs a known order, and there is none before training.
 _NO_LOOKAHEAD = 0
 
 
 class StateDictScope:
-    """Counts the state_dicts that are being made: their tensors are copies, not views that would pin every unit."""
+    """Counts the state_dicts being made: their tensors are copies, because views would pin every unit."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -67,7 +67,7 @@ class ParameterStore:
         self.parts = parts
         self.ranks = ranks
         self.sharding = sharding_of(config, ranks)
-        self.num_units = 0  # made so far
+        self.num_units = 0  # created so far
         rank = ranks.rank if ranks is not None else None
         self.run_trace = RunTrace(config.trace, budget, rank) if config.trace is not None else None
         trace = self.run_trace.trace if self.run_trace is not None else None
@@ -83,8 +83,8 @@ class ParameterStore:
         self.storages = StorageIndex()
         self.state_dicts = StateDictScope()
         self.units: list[Unit] = []
-        # What to close, last opened first, when nobody can use the parameters any more. None of these may refer to the
-        # model: they are kept until it is collected.
+        # Called in reverse order once the parameters can no longer be used. They must not refer to the model, because
+        # they are kept until it is garbage-collected.
         self.closers: list[Callable[[], None]] = [self.store.close, self.update_worker.close]
         if self.run_trace is not None:
             self.closers.insert(0, self.run_trace.close)
@@ -95,27 +95,27 @@ class ParameterStore:
         _alive.add(self)
 
     def check_same_place(self, config: Config) -> None:
-        """Raise when `config` asks for another store than this one, which a model was built in."""
+        """Raise if `config` asks for a different store than the one that the model was built in."""
         for field in ("memory", "nvme", "verify", "stage", "partition", "trace"):
             built, asked = getattr(self.config, field), getattr(config, field)
             if built != asked:
                 raise UsageError(
                     f"the model was built by zi.init with {field}={built!r}, but zi.prepare was given "
-                    f"{field}={asked!r}\n  fix:   give both the same config"
+                    f"{field}={asked!r}\n  fix:   pass the same config to both"
                 )
 
     def add(self, unit: Unit, home: Home) -> None:
-        """Give a unit its block, without content."""
+        """Create the unit's block, without content."""
         block = self.store.create(unit.name, unit.stored_bytes, home)
         unit.state.store_in(block)
         self.host_cache.add(block)
         self.units.append(unit)
 
     def drop_forgotten(self, kept: Collection[Unit]) -> None:
-        """Give back units whose parameters nobody has any more: replaced while the model was built (tied weights)."""
+        """Drop units whose parameters are no longer referenced: replaced while the model was built (tied weights)."""
         units = [u for u in self.units if u not in kept]
-        # Let go of them: those that die were held by units alone. A count of references does not tell with every
-        # version of torch and Python: what a graph holds need not be in it.
+        # Drop our references: parameters that die were referenced by units only. Reference counts are not reliable
+        # across versions of torch and Python, because a graph's references may not be counted.
         known = {p for unit in units for p in unit.parameters}
         held = [(p, weakref.ref(p.parameter)) for p in known | {p.whole for p in known if p.whole is not None}]
         for managed, _ in held:
@@ -144,38 +144,38 @@ class ParameterStore:
                     flat[mine.start - unit.stored.start : mine.stop - unit.stored.start].copy_(part)
 
     def offload(self, unit: Unit, access: ParameterAccess) -> None:
-        """From now on the block is where the values are, and `access` shows them."""
+        """From now on the values are in the block, and `access` unshards them."""
         for managed in unit.parameters:
             shown = managed.whole or managed
             offloaded_param.adopt(shown, access)
             offloaded_param.reshard(shown)
 
     def drop(self, unit: Unit) -> None:
-        """A unit that no parameter lives in any more."""
+        """Drop a unit that has no parameters any more."""
         block = unit.the_block()
         self.units.remove(unit)
         self.host_cache.expire(block)
         self.store.drop(block)
 
     def close(self) -> None:
-        """Give everything back at once. A forked child has nothing to give back but its copies, which end with it."""
+        """Release everything now. A forked child releases nothing: its copies end with the process."""
         if os.getpid() == self._pid:
             _close(self.closers)
 
 
 def budget_of(config: Config, ranks: RankGroup | None) -> int:
-    """The bytes that a rank may hold. Not the same each time when nobody has set them."""
+    """Return the bytes that a rank may hold. Varies between calls unless the user has set them."""
     return config.memory_budget(ranks.num_local_ranks if ranks is not None else 1)
 
 
 def sharding_of(config: Config, ranks: RankGroup | None) -> Sharding:
-    """What this rank keeps."""
+    """Return how this rank's units are sharded."""
     if ranks is None:
         return ONE_RANK
     return Sharding(ranks.rank, RankPartition(ranks.num_ranks, config.partition), ZeroStage(config.stage))
 
 
-# For the end of the process only: a thread that is inside torch when the interpreter goes takes the process with it.
+# Only for the end of the process: a thread that is inside torch when the interpreter exits crashes the process.
 _alive: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
 
 
@@ -186,10 +186,10 @@ def _close_all() -> None:
 
 
 def _close_apart(closers: list[Callable[[], None]], pid: int, *, is_traced: bool) -> None:
-    """Close on a thread of its own: the garbage collector may run in any thread, inside of any lock of ours.
+    """Close on a separate thread: the garbage collector may run in any thread, while it holds any of our locks.
 
-    A process that ends meanwhile waits for a trace to be written, and for nothing else. A forked child closes nothing:
-    its copies of the locks may be held for ever.
+    A process that exits meanwhile waits for a trace to be written, and for nothing else. A forked child closes nothing:
+    its copies of the locks may be held forever.
     """
     if os.getpid() != pid:
         return
@@ -201,6 +201,6 @@ def _close(closers: list[Callable[[], None]]) -> None:
         try:
             closers.pop()()
         except StuckThreadError as stuck:
-            # What is left to close is the memory that the thread may still write to.
+            # The remaining resources are memory that the thread may still write to.
             closers.clear()
-            warnings.warn(f"the thread {stuck} does not end; its memory is not given back", stacklevel=1)
+            warnings.warn(f"the thread {stuck} does not end; its memory is not released", stacklevel=1)

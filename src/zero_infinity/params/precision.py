@@ -1,10 +1,10 @@
-"""Which dtype a parameter is stored, computed and optimized in.
+"""Chooses the dtypes in which a parameter is stored, computed and optimized.
 
-Stored: `param_dtype`, else the parameter's own. Optimized: `optim_dtype`, else float32 for 16-bit storage (a master
-copy) and the stored dtype otherwise. Computed: `compute_dtype`; else, when storage was set to 16 bits, that dtype if
+Stored: `param_dtype`, else the parameter's own. Optimized: `optim_dtype`, else float32 for 16-bit storage (master
+weights) and the stored dtype otherwise. Computed: `compute_dtype`; else, if storage was set to 16 bits, that dtype if
 this machine multiplies matrices in it about as fast as in float32. That is measured, never assumed: on CPUs without
-16-bit instructions it is 100 times slower, and 16 bits then serve storage and transfer only. Batch norms compute in the
-dtype that they were made in.
+16-bit instructions it is 100 times slower, and then 16 bits are used for storage and transfer only. Batch norms compute
+in the dtype in which they were created.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROBE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of one parameter's life."""
+    """The dtypes of one parameter."""
 
     stored: torch.dtype
     computed: torch.dtype
@@ -42,9 +42,9 @@ def precision_of(
     fast: bool | None = None,
     computed_as_made: bool = False,
 ) -> Precision:
-    """The dtypes for a parameter that the user made in `own`. `fast`: what was found out about 16 bits before.
+    """Return the dtypes of a parameter that the user made in `own`. `fast`: an earlier result for 16-bit speed.
 
-    `computed_as_made`: its module computes with it as the user made it, whatever others do.
+    `computed_as_made`: its module computes in the dtype in which the user made it, whatever other modules do.
     """
     stored = _dtype(config.param_dtype) or own
     computed = _dtype(config.compute_dtype) or own
@@ -56,37 +56,37 @@ def precision_of(
     if optimized.itemsize < stored.itemsize:
         raise ConfigError(
             f"optim_dtype={config.optim_dtype!r} is narrower than the {stored} that parameters are stored in: every "
-            f"update would throw bits away\n  fix:   optim_dtype={str(stored).removeprefix('torch.')!r}, or a "
+            f"update would lose bits\n  fix:   optim_dtype={str(stored).removeprefix('torch.')!r}, or a "
             "narrower param_dtype"
         )
     return Precision(stored, computed, optimized)
 
 
 def computes_with_buffers(module: nn.Module) -> bool:
-    """Whether its parameters have to have the dtype of its buffers.
+    """Return True if the module's parameters must have the dtype of its buffers.
 
-    Running statistics stay as the user made them, and torch normalises 16-bit inputs with float32 statistics only when
-    weight and bias are float32, too.
+    Running statistics keep the dtype in which the user made them, and torch normalises 16-bit inputs with float32
+    statistics only if weight and bias are float32 too.
     """
     return isinstance(module, NormWithStatistics) and module.running_mean is not None
 
 
 @functools.cache
 def multiplies_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrices are multiplied in `dtype` at no less than half the speed of float32."""
+    """True if matrix multiplication in `dtype` is at least half as fast as in float32."""
     return _seconds(dtype, device) <= 2 * _seconds(torch.float32, device)
 
 
 def _seconds(dtype: torch.dtype, device: torch.device) -> float:
     matrix = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device)
     best = float("inf")
-    # The first wakes up threads, and on a busy machine most are slow: the fastest of many is what the hardware does.
+    # The first run starts threads, and on a busy machine most are slow: the fastest of many shows the hardware's speed.
     give_up = time.perf_counter() + _PROBE_SECONDS
     for number in range(_PROBE_REPEATS):
         if number > 2 and time.perf_counter() > give_up:
             break
         start = time.perf_counter()
-        # .sum().item() waits for an accelerator, too.
+        # .sum().item() also waits for an accelerator.
         (matrix @ matrix).sum().item()
         best = min(best, time.perf_counter() - start)
     return best

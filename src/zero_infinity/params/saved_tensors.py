@@ -1,10 +1,11 @@
-"""Saved tensors: what autograd holds in the place of parameters, so that their memory can leave until backward.
+"""Saved-tensor hooks that replace parameters saved by autograd with handles, so memory is freed until backward.
 
-Two rules carry the correctness. *Memory is reused only when the storage over it has died*: the buffer pool sees to it.
-*A parameter is resharded only when nothing saved it unpacked*: autograd saves a leaf as the Parameter object itself, so
-resharding it would turn a saved value into NaN. So wherever a parameter is unsharded, the hooks here are on top. They
-replace a tensor over a unit's storage by a handle (unit, size, stride, offset), fetched again at unpack. Every
-other tensor goes to the hooks that were on top before (`torch.utils.checkpoint`'s, the user's `save_on_cpu`).
+Correctness rests on two rules. *Memory is reused only after the storage over it has died*: the buffer pool ensures
+that. *A parameter is resharded only if autograd has not saved it directly*: autograd saves a leaf as the Parameter
+object, so resharding it would turn a saved value into NaN. So wherever a parameter is unsharded, these hooks are on
+top. They replace a tensor over a unit's storage by a handle (unit, size, stride, offset), which is fetched again at
+unpack. Every other tensor goes to the hooks that were on top before (`torch.utils.checkpoint`'s, the user's
+`save_on_cpu`).
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class SavedHandle:
         self.size = size
         self.stride = stride
         self.offset = offset
-        self.kind = kind  # of a view that is not simply a part: its dtype, whether it is conjugated, and negated
-        self.spec = spec  # of the DTensor around it, if there was one
+        self.kind = kind  # for special views: dtype, conjugate bit, negative bit
+        self.spec = spec  # of the DTensor that wraps it, if any
         self.version = parameter.version
         parameter.unit.saved(self)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The saved tensor in its unit's elements."""
+        """Return the saved tensor as a view of its unit's elements."""
         local = self._part_of(flat)
         return local if self.spec is None else dtensor_around(local, self.spec)
 
@@ -73,26 +74,26 @@ class SavedHandle:
 
 
 class Restorable(Protocol):
-    """What is held in the place of a saved tensor that is kept elsewhere."""
+    """Replaces a saved tensor that is kept elsewhere."""
 
     def restore(self) -> torch.Tensor: ...
 
 
 class PackSaved(Protocol):
-    """Who keeps saved tensors elsewhere."""
+    """Keeps saved tensors elsewhere."""
 
     def __call__(self, tensor: torch.Tensor, *, is_input: bool) -> Restorable | None:
-        """What is held in the place of `tensor`; None when it stays. `is_input`: of a block that is recomputed."""
+        """Return what replaces `tensor`; None if it stays. `is_input`: it is an input of a recomputed block."""
 
 
 class _InPlace:
-    """A saved tensor that stays where it is. Under hooks torch does not see whether it was changed since: we do."""
+    """A saved tensor that is not moved. Torch checks no versions under hooks, so this does."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with no_torch_function():
-            # A node that saves its own output and gets it back would keep itself alive, out of the collector's sight.
+            # A node that saves its own output would keep itself alive in a cycle that the garbage collector cannot see.
             self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
             self._version = version_of(tensor)
 
@@ -126,10 +127,10 @@ class SavedTensorHooks:
         self._access = access
         self._pack_saved = pack_saved
         self._keeps_all = keeps_all
-        self._num_keeping = 0  # blocks being called whose inputs are kept
+        self._num_keeping = 0  # calls in progress of blocks whose inputs are kept
 
     def push(self) -> bool:
-        """Put these hooks on top, unless they are there or hooks are forbidden (torch.func). True: `pop` them."""
+        """Push these hooks, unless they are on top already or forbidden (torch.func). True if `pop` must follow."""
         if not saved_tensor_hooks_allowed():
             return False
         outer = top_saved_tensor_hooks()
@@ -149,7 +150,7 @@ class SavedTensorHooks:
 
     @contextmanager
     def keeping_inputs(self) -> Iterator[None]:
-        """Inside, tensors that no other hooks want are inputs of a recomputed block."""
+        """Inside, tensors that no other hook takes are inputs of a recomputed block."""
         with held():
             pushed = self.push()
             self._num_keeping += 1
@@ -162,8 +163,8 @@ class SavedTensorHooks:
                     self.pop()
 
     def handle_for(self, tensor: torch.Tensor) -> SavedHandle | None:
-        """A handle when `tensor` lies in a unit's memory."""
-        # The tensor is often the parameter itself: its shape and place are asked for past the net.
+        """Return a handle if `tensor` lies in a unit's memory."""
+        # The tensor is often the parameter itself: read its shape and storage without `__torch_function__`.
         with no_torch_function():
             spec = spec_of(tensor) if is_distributed(tensor) else None
             unit = self._access.unit_of(tensor)
@@ -178,15 +179,15 @@ class SavedTensorHooks:
             parameter = offloaded_param.managed(tensor) if isinstance(tensor, nn.Parameter) else None
             if parameter is None:
                 return None
-            # An autograd.Function gets parameters as they are, and may save them so; or the user has put another tensor
-            # in the place of the unsharded one.
+            # An autograd.Function gets parameters directly and may save them; or the user has replaced the unsharded
+            # data by another tensor.
             if parameter.state.is_unsharded:
                 with ordinary_tensors():
                     self._access.keep_edits(parameter)
             return SavedHandle(parameter, parameter.shape, parameter.stride, parameter.offset, spec=spec)
 
     def restore(self, handle: SavedHandle) -> torch.Tensor:
-        """The tensor that was saved as `handle`."""
+        """Return the tensor that was saved as `handle`."""
         if handle.version != handle.parameter.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -211,7 +212,7 @@ class SavedTensorHooks:
 
 
 class _ComposedHooks:
-    """Our hooks over somebody else's."""
+    """Our hooks on top of other hooks."""
 
     __slots__ = ("_outer_unpack", "ours", "outer_pack")
 
@@ -232,7 +233,7 @@ class _ComposedHooks:
 
 
 def outer_pack() -> Callable[..., Any] | None:
-    """The pack hook that is on top now, except ours."""
+    """Return the pack hook that is on top now, other than ours."""
     top = top_saved_tensor_hooks()
     pack = top[0] if top is not None else None
     while isinstance(owner := getattr(pack, "__self__", None), _ComposedHooks):

@@ -1,8 +1,8 @@
-"""Units: the parameters of one module, laid out side by side in one block.
+"""Units: the parameters of one module, contiguous in one block and fetched together.
 
-A unit is what is fetched at once: one sequential read brings a layer's weight and bias. Each parameter starts at a
-multiple of 64 elements, which keeps vectorised kernels on slices bit-identical to kernels on the whole tensor.
-This file knows the layout; who moves the bytes, and when, is decided elsewhere.
+One sequential read fetches a layer's weight and bias. Each parameter starts at a multiple of 64 elements, which keeps
+vectorised kernels on slices bit-identical to kernels on the whole tensor. This module owns the layout; when bytes are
+moved, and by what, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -28,47 +28,46 @@ from zero_infinity.policy.sizes import round_up_elements
 from zero_infinity.policy.unit_sizes import stored_bytes
 from zero_infinity.storage.block import Block
 
-# Where a parameter keeps its ManagedParameter.
+# The attribute that holds a parameter's ManagedParameter.
 ATTRIBUTE = "_zero_infinity"
 
 
 class GradientTaker(Protocol):
-    """Who takes a parameter's gradient away when autograd has put it there."""
+    """Takes a parameter's gradient once autograd has accumulated it."""
 
     def __call__(self, parameter: torch.Tensor, /) -> None: ...
 
     def has_gradient(self) -> bool:
-        """Whether one was taken that no step has been finished with."""
+        """True if a gradient has not been applied by a finished step."""
 
 
 class TiledUse(Protocol):
-    """How a parameter that has tiles is used without being whole."""
+    """How a parameter with tiles is used without being materialized."""
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """The result of a torch function, tile by tile; `NotImplemented` when that needs the whole."""
+        """Run a torch function tile by tile; `NotImplemented` if it needs the whole parameter."""
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Some of its values, in memory of their own."""
+        """Return some of its rows, in separate memory."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ManagedParameter:
-    """One parameter of the user's, and where its elements (of a DTensor: its local ones) lie in its unit.
+    """One of the user's parameters, and the location of its elements (for a DTensor: its local ones) in its unit.
 
-    A large one may have *tiles*: rows of it, each in a unit of its own, that hold its values and are trained in its
-    place. Its own unit then has no block, and is put together from them for who needs it whole. (`tiling/tile_plan.py`)
+    A large parameter may have *tiles*: groups of its rows, each in its own unit, that hold its values and are trained
+    instead of it. Its own unit then has no block and is materialized from the tiles when the whole is needed.
+    (`tiling/tile_plan.py`)
     """
 
     parameter: nn.Parameter
     name: str
     unit: Unit
-    offset: int  # elements from the start of the unit
+    offset: int  # in elements from the start of the unit
     shape: torch.Size
     stride: tuple[int, ...]
     cell: torch.Tensor  # one element: NaN
-    offloaded_data: (
-        torch.Tensor
-    )  # what the parameter shows while its bytes are elsewhere: the cell, with the true shape
+    offloaded_data: torch.Tensor  # the parameter's data while it is offloaded: the cell, expanded to the true shape
     plain_class: type[nn.Parameter]
     is_distributed: bool = False  # the local part of a DTensor
     state: ParameterState = field(default_factory=ParameterState)
@@ -77,21 +76,21 @@ class ManagedParameter:
     gradient_hook_handle: RemovableHandle | None = None
     tiles: list[ManagedParameter] = field(default_factory=list)
     tiled_use: TiledUse | None = None
-    whole: ManagedParameter | None = None  # what this one is a tile of...
-    first_row: int = 0  # ...beginning here
+    whole: ManagedParameter | None = None  # the parameter of which this is a tile...
+    first_row: int = 0  # ...starting at this row
 
     @property
     def parts(self) -> list[ManagedParameter]:
-        """Those that hold its values: its tiles, or itself."""
+        """The parameters that hold its values: its tiles, or itself."""
         return self.tiles or [self]
 
     @property
     def rows_of_a_tile(self) -> int | None:
-        """None when it has none."""
+        """None if it has no tiles."""
         return self.tiles[0].shape[0] if self.tiles else None
 
     def rename(self, unit_name: str, name: str) -> None:
-        """Its module has got a name."""
+        """Set the names once its module has one."""
         self.name = name
         self.unit.rename(unit_name)
         for tile in self.tiles:
@@ -99,11 +98,11 @@ class ManagedParameter:
             tile.rename(unit_name + rows, name + rows)
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor in the shape of the user's parameter, what belongs to this tile; all, if it is none."""
+        """Return this tile's rows of a tensor with the user's parameter's shape; all rows if this is not a tile."""
         return tensor if self.whole is None else tensor[self.first_row : self.first_row + self.shape[0]]
 
     def value(self) -> torch.Tensor:
-        """Its values as the user's parameter has them now."""
+        """Return the current values of the user's parameter."""
         known: ManagedParameter | None = self.parameter.__dict__.get(ATTRIBUTE)
         if known is not None and known.tiled_use is not None:
             return known.tiled_use.rows(self.first_row, self.first_row + self.shape[0])
@@ -119,13 +118,13 @@ class ManagedParameter:
 
     @property
     def spans(self) -> list[Span]:
-        """Each rank's part of it, counted from its own first element."""
+        """Each rank's part of it, relative to its first element."""
         common = [span.overlap(self.offset, self.end) for span in self.unit.spans]
         return [Span(span.start - self.offset, span.stop - self.offset) for span in common]
 
     @property
     def version(self) -> int:
-        """Another number after each change that autograd has to know of, as a plain parameter's `_version` is."""
+        """A number that changes with each change that autograd must detect, like a plain parameter's `_version`."""
         related = [self, *self.tiles, *([self.whole] if self.whole is not None else [])]
         with no_torch_function():
             return version_of(self.parameter) + sum(one.state.num_changes for one in related)
@@ -145,7 +144,7 @@ class ManagedParameter:
         self.hook_gradient_last()
 
     def hook_gradient_last(self) -> None:
-        """Register the gradient hook, if there is one, behind all others; also on a frozen parameter, for later."""
+        """Register the gradient hook, if any, after all others; also on a frozen parameter, for later."""
         if self.gradient_hook is None:
             return
         with no_torch_function():
@@ -157,21 +156,21 @@ class ManagedParameter:
             self.parameter.requires_grad_(trained)
 
     def warn_of_gradient(self) -> None:
-        """Somebody finds no gradient on the parameter: say so when there is one all the same."""
+        """Warn if the user reads an empty `.grad` although there is a gradient."""
         if self.gradient_hook is not None and self.gradient_hook.has_gradient():
             warnings.warn(
-                f"the gradient of {self.name!r} is not in its .grad: it is kept for optimizer.step(), or used already\n"
+                f"the gradient of {self.name!r} is not in its .grad: it waits for optimizer.step() or is used\n"
                 '  fix:   max_grad_norm=... in zi.Config clips; with update="after_backward" zi.clip_grad_norm_ does, '
-                "and zi.gathered([...]) shows gradients; take the step by the optimizer that zi.prepare has returned",
+                "and zi.gathered([...]) shows gradients; call step() on the optimizer that zi.prepare returned",
                 stacklevel=3,
             )
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's part of its unit's elements, in its own shape."""
+        """Return this parameter's part of its unit's elements, in its own shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` (of this parameter's shape) as one dimension in the order of the unit's elements."""
+        """Return `tensor` (of this parameter's shape) flattened in the order of the unit's elements."""
         if tensor.stride() != self.stride:
             tensor = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
                 tensor
@@ -181,16 +180,16 @@ class ManagedParameter:
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """Parameters that are fetched together, one after the other. `block` holds what is stored of them, in `dtype`."""
+    """Parameters that are contiguous and fetched together. `block` holds their stored elements in `dtype`."""
 
     name: str
     dtype: torch.dtype  # as stored
-    compute_dtype: torch.dtype  # as the module sees it
+    compute_dtype: torch.dtype  # as seen by the module
     number: int  # the same on every rank
     shards: ShardLayout
     parameters: list[ManagedParameter] = field(default_factory=list)
     state: UnitState = field(default_factory=UnitState)
-    # Saved tensors that autograd holds, or held: a finalizer would be one more place for an interrupt to strike.
+    # Saved tensors that autograd holds or held. No finalizers: an interrupt could strike inside one.
     handles: list[weakref.ref[object]] = field(default_factory=list)
     forget_handles_at: int = 8
 
@@ -205,12 +204,12 @@ class Unit:
 
     @property
     def stored(self) -> Span:
-        """What is in `block`."""
+        """The elements in `block`."""
         return self.shards.stored
 
     @property
     def owned(self) -> Span:
-        """What is updated on this rank."""
+        """The elements that this rank updates."""
         return self.shards.owned
 
     @property
@@ -223,27 +222,27 @@ class Unit:
 
     @property
     def stored_bytes(self) -> int:
-        """What its block takes, also on a rank that stores nothing of it."""
+        """Size of its block, even on a rank that stores nothing of it."""
         return stored_bytes(len(self.stored), self.dtype.itemsize)
 
     def saved(self, handle: object) -> None:
-        """Autograd has saved a tensor over it, and holds `handle` in its place."""
+        """Autograd has saved a tensor over it and holds `handle` instead."""
         if len(self.handles) >= self.forget_handles_at and self.is_saved:
             self.forget_handles_at = 2 * len(self.handles) + 8
         self.handles.append(weakref.ref(handle))
 
     @property
     def is_saved(self) -> bool:
-        """Whether autograd holds saved tensors over it, or over what it is a tile of."""
+        """True if autograd holds saved tensors over it, or over the parameter of which it is a tile."""
         self.handles = [handle for handle in self.handles if handle() is not None]
         return bool(self.handles) or any(p.whole is not None and p.whole.unit.is_saved for p in self.parameters)
 
     def parameter_at(self, offset: int) -> ManagedParameter:
-        """The parameter whose elements are around `offset`."""
+        """Return the parameter that contains the element at `offset`."""
         return next(p for p in reversed(self.parameters) if p.offset <= offset)
 
     def rename(self, name: str) -> None:
-        """Its module has got a name."""
+        """Set the names once its module has one."""
         self.name = name
         if self.state.block is not None:
             self.state.block.rename(name)
@@ -260,7 +259,7 @@ class Unit:
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The stride to store `tensor` with: its own when it is dense (channels_last stays so), else row-major."""
+    """Return the stride in which to store `tensor`: its own if it is dense (channels_last is kept), else row-major."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size == 1:
@@ -281,18 +280,18 @@ def make_unit(
     number: int = 0,
     sharding: Sharding = ONE_RANK,
 ) -> Unit:
-    """A unit over these parameters, in order, stored in `dtype` and seen by modules in `compute_dtype` on `device`."""
+    """Return a unit of these parameters, in order; modules see it in `compute_dtype` on `device`."""
     members = list(parameters)
     num_elements = sum(round_up_elements(local_of(parameter).numel()) for _, parameter in members)
     unit = Unit(name, dtype, compute_dtype, number, sharding.layout(num_elements, number))
     offset = 0
     for full_name, parameter in members:
-        # A cell of its own for each, so that whoever writes into an offloaded parameter by a side door is found out.
+        # One cell per parameter, so that a write to an offloaded parameter that bypasses us is detected.
         cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
         local = local_of(parameter)
         known: ManagedParameter | None = parameter.__dict__.get(
             ATTRIBUTE
-        )  # offloaded, its own stride is not the true one
+        )  # the stride of an offloaded parameter is not the true one
         if local is not parameter and compute_dtype != local.dtype:
             raise UsageError(
                 f"parameter {full_name!r} is a DTensor of {local.dtype} and cannot be computed in {compute_dtype}\n"
@@ -317,26 +316,26 @@ def make_unit(
 
 
 def plain_class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """Its class when it is not offloaded."""
+    """Return the class it has when it is not offloaded."""
     known: ManagedParameter | None = parameter.__dict__.get(ATTRIBUTE)
     return known.plain_class if known is not None else type(parameter)
 
 
 def manageable(parameter: nn.Parameter) -> bool:
-    """Real, floating point, dense and not empty; everything else stays where it is."""
+    """True if it is real, floating point, dense and not empty; every other parameter is left alone."""
     if nn.parameter.is_lazy(parameter):
         raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
     return parameter.is_floating_point() and parameter.layout is torch.strided and local_of(parameter).numel() > 0
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are registered on the module itself, by name; one may have several names."""
+    """Return the parameters registered on the module itself, by name; one may have several names."""
     # A model's class may override `named_parameters`.
     return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
 
 
 def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tuple[str, nn.Parameter]]]]:
-    """Each module that owns parameters with its name and those (each parameter once, at its first owner)."""
+    """Yield each module that owns parameters, its name, and those parameters (each once, at its first owner)."""
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         own = []
@@ -349,9 +348,10 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tup
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise when a parameter that is to move has its memory in common with another parameter or a buffer.
+    """Raise if a parameter to be managed shares memory with another parameter or a buffer.
 
-    They are one in plain PyTorch (`b.weight.data = a.weight.data`, a buffer of `weight.detach()`) and would be two.
+    In plain PyTorch they are one (`b.weight.data = a.weight.data`, a buffer of `weight.detach()`); here they would be
+    two.
     """
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -365,7 +365,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     for (_, end, name, moves), (start, _, other, other_moves) in pairwise(sorted(spans)):
         if start <= end and start and (moves or other_moves):
             raise UsageError(
-                f"{name!r} and {other!r} lie in the same memory, which they cannot when parameters move\n"
+                f"{name!r} and {other!r} share memory, which is not possible once parameters are offloaded\n"
                 "  fix:   tie parameters by assigning the parameter itself (b.weight = a.weight), or give one of them "
-                "memory of its own (.clone())"
+                "its own memory (.clone())"
             )

@@ -1,4 +1,4 @@
-"""Reading units and keeping what the user changes in them: the one way by which code gets at a unit's values."""
+"""Reads units and stores user edits: the only path to a unit's values."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_values import ValueSources
 from zero_infinity.tiers.compute_thread import ComputeThread
 
-# Dead storages that may be remembered beyond as many as are alive.
+# Dead storages to remember in addition to as many as are alive.
 _DEAD_STORAGES = 8
 
 
 class AccessObserver(Protocol):
-    """Who wants to know what is read and what the user changes."""
+    """Is told about reads and user edits."""
 
     def on_read(self, unit: Unit) -> None:
-        """A unit's value is about to be read on the computing thread."""
+        """The compute thread is about to read a unit's values."""
 
     def on_edit(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         """The user has changed the parameter in `flat`, its unit's elements. Called before that is stored."""
 
 
 class StorageIndex:
-    """In which unit's memory a tensor lies."""
+    """Maps a tensor to the unit in whose memory it lies."""
 
     def __init__(self) -> None:
-        # By address. Some have died: a finalizer would be one more place for an interrupt to strike.
+        # By address; includes dead ones. No finalizers: an interrupt could strike inside one.
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Unit]] = {}
         self._forget_dead_at = _DEAD_STORAGES
 
@@ -46,19 +46,19 @@ class StorageIndex:
         self._storages[storage_id(storage)] = (weakref.ref(storage), unit)
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit in whose memory `tensor` (of a DTensor: its local part) lies."""
+        """Return the unit in whose memory `tensor` (for a DTensor: its local part) lies."""
         if is_distributed(tensor):
             tensor = local_tensor(tensor)
         if not self._storages or tensor.layout is not torch.strided or is_func_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
         found = self._storages.get(storage_id(storage))
-        # A dead storage's address is used again at once by another tensor.
+        # The address of a dead storage is soon reused by another tensor.
         return found[1] if found is not None and found[0]() is storage else None
 
 
 class UnitAccess:
-    """Reads units of one model."""
+    """Reads the units of one model."""
 
     def __init__(
         self,
@@ -83,14 +83,15 @@ class UnitAccess:
             )
 
     def acquire(self, unit: Unit) -> torch.Tensor:
-        """The unit's elements in memory; they stay there while the tensor or a view of it lives."""
+        """Return the unit's elements in memory; they stay while the tensor or a view of it is alive."""
         self.check_process()
         self._observer.on_read(unit)
         self._compute_thread.pass_by()
         source, flat = self.sources.of(unit), unit.state.last_acquired
         if flat is not None and source.current(unit):
             return flat
-        # The user may be inside inference_mode, a FakeTensorMode or a torch.func transform; what we make is ordinary.
+        # The user may be inside inference_mode, a FakeTensorMode or a torch.func transform; our tensors must be
+        # ordinary.
         with ordinary_tensors():
             flat = source.acquire(unit)
         unit.state.acquired(flat)
@@ -98,16 +99,16 @@ class UnitAccess:
         return flat
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit in whose memory `tensor` lies."""
+        """Return the unit in whose memory `tensor` lies."""
         return self._storages.unit_of(tensor)
 
     def may_change(self, parameter: ManagedParameter) -> None:
-        """The user has a tensor through which the unsharded value may change, now or later, without a trace."""
+        """The user has a tensor through which the unsharded value may change undetected, now or later."""
         self.sources.of(parameter.unit).may_change(parameter.unit)
         parameter.state.edit()
 
     def keep_edits(self, parameter: ManagedParameter) -> None:
-        """Store what the user may have changed in place, or put in its place (`p.data = t`)."""
+        """Store what the user may have changed in place or replaced (`p.data = t`)."""
         flat = parameter.unit.state.flat
         data = offloaded_param.data_of(parameter)
         if flat is None:
@@ -115,14 +116,14 @@ class UnitAccess:
         if storage_id(data.untyped_storage()) != storage_id(flat.untyped_storage()):
             parameter.of(flat).copy_(data)
             offloaded_param.point(parameter, parameter.of(flat))
-            # What was saved for backward before may have been a view of the old tensor.
+            # Tensors saved for backward before this may be views of the old tensor.
             parameter.state.replace()
         elif not parameter.state.changed_since(version_of(parameter.parameter)):
             return
         self.keep(parameter)
 
     def keep(self, parameter: ManagedParameter) -> None:
-        """The unsharded value is newer than what is stored: store it."""
+        """The unsharded value is newer than the stored one: store it."""
         flat = parameter.unit.state.flat
         if flat is not None:
             self.store(parameter, flat)
@@ -130,6 +131,6 @@ class UnitAccess:
 
     def store(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         """Store a parameter that was changed in `flat`, its unit's elements."""
-        # The master copy first: it takes all bits, what is stored may not.
+        # The master weights first: they take all bits, the stored value may not.
         self._observer.on_edit(parameter, flat)
         self.sources.of(parameter.unit).keep(parameter, flat)

@@ -1,6 +1,6 @@
-"""The state of units and parameters: what is in memory, who has changed it, what is pending. The only owner.
+"""The only owner of unit and parameter state: what is unsharded, edited by the user, or has a pending update.
 
-Everything else asks, and changes a state by the named transitions here, which check the state that they start from.
+All other code queries the state and changes it by the named transitions here, which check the state they start from.
 
     unit:       PLANNED --store_in--> OFFLOADED <--reshard/unshard--> UNSHARDED
     pending:    NOTHING --submit_update--> UPDATE --end_step--> NOTHING
@@ -18,25 +18,25 @@ from zero_infinity.storage.block import Block
 
 
 class Visibility(enum.Enum):
-    """Where a unit's values are, as modules see it."""
+    """Where a unit's values are, as seen by modules."""
 
-    PLANNED = "planned"  # it has no block yet
-    OFFLOADED = "offloaded"  # in its block, or in its tiles'; parameters point at NaN cells
+    PLANNED = "planned"  # has no block yet
+    OFFLOADED = "offloaded"  # in its block, or its tiles' blocks; parameters point at NaN cells
     UNSHARDED = "unsharded"  # at least one parameter points at its values
 
 
 class Pending(enum.Enum):
-    """What has been begun and belongs to the coming `optimizer.step()`."""
+    """Work in flight that belongs to the coming `optimizer.step()`."""
 
     NOTHING = "nothing"
-    UPDATE = "update"  # submitted while backward runs: reading the unit now would give the next step's value
+    UPDATE = "update"  # submitted during backward: a read would return the next step's value
 
 
 class Origin(enum.Enum):
-    """Who wrote a parameter's value last."""
+    """Where a parameter's value was written last."""
 
-    STORED = "stored"  # the engine
-    EDITED = "edited"  # the user may have: a master copy has to take the change over
+    STORED = "stored"  # by the engine
+    EDITED = "edited"  # possibly by the user: master weights must take the change
 
 
 class UnitState:
@@ -47,9 +47,9 @@ class UnitState:
     def __init__(self) -> None:
         self.pending = Pending.NOTHING
         self._block: Block | None = None
-        self._num_unsharded = 0  # parameters that are unsharded, each as often as it is
+        self._num_unsharded = 0  # unsharded parameters, each counted as often as it is unsharded
         self._flat: torch.Tensor | None = None  # the elements, while a parameter is unsharded
-        self._alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, as long as anybody holds it
+        self._alive: weakref.ref[torch.Tensor] | None = None  # the last such tensor, while it is referenced
 
     @property
     def visibility(self) -> Visibility:
@@ -62,7 +62,7 @@ class UnitState:
         return self._block
 
     def store_in(self, block: Block) -> None:
-        """The unit gets its block."""
+        """Set the unit's block."""
         self._expect(self._block is None, "gets a second block")
         self._block = block
 
@@ -74,13 +74,13 @@ class UnitState:
         return self._flat
 
     def unshard(self, flat: torch.Tensor) -> None:
-        """One more parameter shows its values, which lie in `flat`."""
+        """One more parameter is unsharded; its values lie in `flat`."""
         self._expect(self._flat is None or self._flat is flat, "is unsharded in two places")
         self._flat = flat
         self._num_unsharded += 1
 
     def reshard(self) -> bool:
-        """One parameter less shows its values; True if it was the last."""
+        """One parameter less is unsharded; True if it was the last."""
         self._expect(self._num_unsharded > 0, "is resharded and was not unsharded")
         self._num_unsharded -= 1
         if self._num_unsharded:
@@ -89,16 +89,16 @@ class UnitState:
         return True
 
     def acquired(self, flat: torch.Tensor) -> None:
-        """These are its elements now; the next reader may have the same tensor while somebody holds it."""
+        """These are its elements now; the next reader may share the tensor while it is referenced."""
         self._alive = weakref.ref(flat)
 
     @property
     def last_acquired(self) -> torch.Tensor | None:
-        """The elements as they were last acquired, if somebody still holds them."""
+        """The elements as last acquired, if they are still referenced."""
         return self._alive() if self._alive is not None else None
 
     def forget_acquired(self) -> None:
-        """What was acquired is not to be used again."""
+        """The last acquired elements must not be used again."""
         self._alive = None
 
     # ------------------------------------------------------------------ what is pending
@@ -109,7 +109,7 @@ class UnitState:
         self.pending = Pending.UPDATE
 
     def end_step(self) -> None:
-        """The step is over: its update belongs to the past."""
+        """The step is over: its update is no longer pending."""
         self.pending = Pending.NOTHING
 
     def _expect(self, holds: bool, what: str) -> None:
@@ -124,7 +124,7 @@ class ParameterState:
 
     def __init__(self) -> None:
         self.origin = Origin.STORED
-        self.num_changes = 0  # values that were replaced behind autograd's back: updates, and tensors put in its place
+        self.num_changes = 0  # values replaced without autograd's knowledge: by updates or by assignment
         self._num_unshards = 0
         self._seen_version = 0
 
@@ -135,39 +135,39 @@ class ParameterState:
         return self._num_unshards > 0
 
     def unshard(self) -> bool:
-        """It shows its values once more; True if it did not before."""
+        """Unshard it once more; True if it was offloaded."""
         self._num_unshards += 1
         return self._num_unshards == 1
 
     def reshard(self) -> bool:
-        """True if nobody needs to see its values any more."""
+        """Undo one `unshard`; True if it was the last."""
         if not self._num_unshards:
             raise RuntimeError("a parameter is resharded and was not unsharded")
         self._num_unshards -= 1
         return not self._num_unshards
 
-    # ------------------------------------------------------------------ who has changed it
+    # ------------------------------------------------------------------ edits
 
     @property
     def is_edited(self) -> bool:
         return self.origin is Origin.EDITED
 
     def seen(self, version: int) -> None:
-        """What is stored is its value at this version."""
+        """The stored value is the one at this version."""
         self._seen_version = version
 
     def changed_since(self, version: int) -> bool:
-        """True if the version differs from that of what is stored."""
+        """True if the version differs from the stored value's."""
         return version != self._seen_version
 
     def edit(self) -> None:
-        """The user may have changed the value, now or later."""
+        """The user may have changed the value, or may do so later."""
         self.origin = Origin.EDITED
 
     def edits_taken(self) -> None:
-        """What the user has changed is stored everywhere."""
+        """All user edits are stored."""
         self.origin = Origin.STORED
 
     def replace(self) -> None:
-        """Another value is in its place: what autograd saved before is out of date."""
+        """The value was replaced: tensors that autograd saved before are stale."""
         self.num_changes += 1

@@ -1,8 +1,8 @@
-"""Where a module gets a unit's values from, and where changed values go.
+"""The sources of a unit's values for modules, and where changed values are written.
 
-`HostValues`: straight from the unit's block, without a copy, when the CPU computes in the dtype that is stored.
-`CopiedValues`: from a copy in the device cache. (`tiling/materialize.py` has a third: a weight put together from its
-tiles.) The table `ValueSources` says which one serves a unit.
+`HostValues`: directly from the unit's block, without a copy, if the CPU computes in the stored dtype.
+`CopiedValues`: from a copy in the device cache. (`tiling/materialize.py` has a third: a weight materialized from its
+tiles.) `ValueSources` maps units to sources.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zero_infinity.tiers.host_cache import HostCache
 
 
 class UnitValues(Protocol):
-    """Gives units' elements to whoever computes with them."""
+    """A source of units' elements for computation."""
 
     def acquire(self, unit: Unit) -> torch.Tensor:
-        """The elements in `unit.compute_dtype`; they stay while the tensor or a view lives."""
+        """Return the elements in `unit.compute_dtype`; they stay while the tensor or a view of it is alive."""
 
     def current(self, unit: Unit) -> bool:
-        """True if what was last acquired is still the unit's value, in memory."""
+        """True if the last acquired elements are still the unit's current values, in memory."""
 
     def pin(self, unit: Unit) -> None:
         """Keep it in memory until `unpin`."""
@@ -35,23 +35,23 @@ class UnitValues(Protocol):
         """The user has changed the parameter in `flat`, which was acquired: that is its value now."""
 
     def may_change(self, unit: Unit) -> None:
-        """The user has a tensor through which the value may change, now or later, without a trace."""
+        """The user has a tensor through which the value may change undetected, now or later."""
 
     def aliased(self, unit: Unit) -> bool:
-        """True if a tensor is alive through which an update would be seen."""
+        """True if a live tensor would see an update."""
 
     def updated(self, unit: Unit) -> None:
-        """An update of the unit was submitted: copies are out of date."""
+        """An update of the unit was submitted: copies are stale."""
 
     def end_cycle(self, *, same_order: bool) -> None:
-        """A step is over."""
+        """End a step."""
 
     def write_home(self) -> None:
-        """Write what users may have changed into the blocks, which are about to be read."""
+        """Write possible user changes to the blocks, which are about to be read."""
 
 
 class ValueSources:
-    """Which source serves which unit."""
+    """Maps each unit to its source."""
 
     def __init__(self, default: UnitValues) -> None:
         self._default = default
@@ -65,12 +65,12 @@ class ValueSources:
         return self._of.get(unit, self._default)
 
     def of_all(self, units: Iterable[Unit]) -> list[UnitValues]:
-        """The sources of these units, each once."""
+        """Return the sources of these units, each once."""
         return list(dict.fromkeys(self.of(unit) for unit in units))
 
 
 class HostValues:
-    """Units straight from their blocks."""
+    """Units directly from their blocks."""
 
     def __init__(self, host_cache: HostCache) -> None:
         self._host_cache = host_cache
@@ -89,7 +89,7 @@ class HostValues:
     def unpin(self, unit: Unit) -> None:
         self._host_cache.unpin(unit.the_block())
 
-    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:  # noqa: ARG002 - it is there already
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:  # noqa: ARG002 - already in the block
         self._host_cache.store.mark_dirty(parameter.unit.the_block())
 
     def may_change(self, unit: Unit) -> None:
@@ -99,13 +99,13 @@ class HostValues:
         return unit.the_block().leased
 
     def updated(self, unit: Unit) -> None:
-        """The update changes the block itself."""
+        """Nothing to do: the update changes the block itself."""
 
     def end_cycle(self, *, same_order: bool) -> None:
-        """The host tier has its own."""
+        """Nothing to do: the host tier has its own end of cycle."""
 
     def write_home(self) -> None:
-        """It is written there in the first place."""
+        """Nothing to do: changes are made in the block."""
 
 
 class CopiedValues:

@@ -1,7 +1,7 @@
-"""Unshards parameters for as long as they are needed, and no longer.
+"""Unshards parameters for exactly as long as they are needed.
 
-A parameter is unsharded when it points at its values and offloaded when it points at a NaN cell. One thread at a time
-swaps parameters: a kernel that runs elsewhere holds the tensor, not its memory.
+A parameter is unsharded if it points at its values and offloaded if it points at a NaN cell. Only one thread at a time
+may swap parameters: a kernel on another thread holds the tensor object, not its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_infinity.params.unit_access import UnitAccess
 
 
 class ParameterOwner(Protocol):
-    """Whose parameters they are: a model that is being built, or one that trains."""
+    """The owner of the parameters: a model that is being built, or one that trains."""
 
     @property
     def parameter_store(self) -> ParameterStore: ...
@@ -52,15 +52,15 @@ class Unsharder:
         self._thread = 0
 
     def unshard(self, parameters: Sequence[ManagedParameter], *, watched: bool = False) -> None:
-        """Show these parameters their values: all, or (an error, an interrupt) none.
+        """Unshard these parameters: all of them, or none (on an error or interrupt).
 
-        `watched`: to code that may change them without a trace.
+        `watched`: for code that may change them undetected.
         """
         thread = threading.get_ident()
         if self._num_unsharded and self._thread != thread:
             raise UsageError(
                 f"parameter {parameters[0].name!r} is used by a second thread while another one is inside the model\n"
-                "  fix:   run one forward or backward at a time for each prepared model"
+                "  fix:   run one forward or backward at a time per prepared model"
             )
         self._thread = thread
         for done, parameter in enumerate(parameters):
@@ -71,7 +71,7 @@ class Unsharder:
                 raise
 
     def reshard(self, parameters: Sequence[ManagedParameter]) -> None:
-        """Hide them again, keeping what the user may have written."""
+        """Reshard them and store user changes."""
         for parameter in reversed(parameters):
             self._num_unsharded -= 1
             if parameter.state.reshard():
@@ -83,7 +83,7 @@ class Unsharder:
 
     @contextmanager
     def unsharded(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-        """Inside, these parameters show their values."""
+        """These parameters are unsharded inside this context."""
         with held():
             self.unshard(parameters)
             try:
@@ -94,21 +94,21 @@ class Unsharder:
 
     @contextmanager
     def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-        """Inside, these parameters show their values, and retained gradients; changes are kept."""
+        """Inside, these parameters are unsharded and show retained gradients; changes are kept."""
         with self.unsharded(parameters), self.owner.showing_gradients(parameters):
             try:
                 yield
             finally:
                 for managed in parameters:
-                    # Changes through .data or numpy leave no trace: take it that there were some.
+                    # Changes through .data or numpy cannot be detected: assume that there were some.
                     self.access.keep(managed)
 
-    # ------------------------------------------------------------------ the safety net
+    # ------------------------------------------------------------------ called by `__torch_function__`
 
     def call_unsharded(
         self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], call: Callable[[], Any]
     ) -> Any:
-        """One torch function with these parameters unsharded."""
+        """Call one torch function with these parameters unsharded."""
         with held():
             self.unshard(parameters)
             pushed = self.hooks.push()
@@ -129,13 +129,13 @@ class Unsharder:
         self.owner.on_copy(original, copy)
 
     def may_change(self, parameter: ManagedParameter) -> None:
-        """The user has a tensor through which the unsharded value may change, now or later, without a trace."""
+        """The user has a tensor through which the unsharded value may change undetected, now or later."""
         self.access.may_change(parameter)
 
     def _expect_changes(self, parameters: Sequence[ManagedParameter], result: Any) -> None:
-        """A view of a parameter that is handed out (`p.data`, `p.detach()`, `p[0]`) may be written to, without a trace.
+        """Expect undetected writes through a view of a parameter that is returned (`p.data`, `p.detach()`, `p[0]`).
 
-        The view keeps the unit in memory, so that what is written is found there later.
+        The view keeps the unit in memory, so the written values are found there later.
         """
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter):
@@ -165,7 +165,7 @@ class Unsharder:
                     self.access.keep_edits(parameter)
 
     def _put_there(self, parameter: ManagedParameter) -> torch.Tensor | None:
-        """What somebody has put in the place of the offloaded data by `set_`, which torch lets nobody override."""
+        """Return data that the user has put on the offloaded parameter with `set_`, which cannot be overridden."""
         cell = parameter.cell
         if cell.device.type == "cpu" and not math.isnan(cell.item()):
             raise UsageError(
@@ -180,7 +180,7 @@ class Unsharder:
 
 
 def unsharder_of(managed: ManagedParameter) -> Unsharder:
-    """The unsharder that answers for a parameter."""
+    """Return the unsharder of a parameter."""
     access = offloaded_param.access_of(managed)
     if not isinstance(access, Unsharder):
         raise TypeError(f"parameter {managed.name!r} is unsharded by {type(access).__name__}")
@@ -188,5 +188,5 @@ def unsharder_of(managed: ManagedParameter) -> Unsharder:
 
 
 def store_of(managed: ManagedParameter) -> ParameterStore:
-    """The store that a parameter lives in."""
+    """Return the store of a parameter."""
     return unsharder_of(managed).owner.parameter_store

@@ -1,24 +1,24 @@
-"""Which blocks of one tier are in memory: caching with foresight, as a pure function of order and sizes.
+"""Decides which blocks of one tier are in memory: eviction and prefetch from the recorded access order.
 
-Training repeats a known sequence of accesses. The policy is told every access; it records the sequence of one cycle
-(from one optimizer step to the next) and from then on knows for each block when it is used next. On each access it
-answers with what to evict and what to fetch:
+Training repeats a known sequence of accesses. The policy is told of every access; it records the sequence of one cycle
+(from one optimizer step to the next), and from then on knows when each block is used next. On each access it returns
+what to evict and what to fetch:
 
-- *Evict* the block whose next use is farthest (Belady). While no order is known yet: the least recently used.
-- *Fetch ahead* what the next accesses need, in their order, as far as `lookahead` bytes reach, and never at the price
-  of a block that is used sooner. The window is bounded because fetching earlier than necessary evicts blocks that
-  would have been hits: with an unbounded window a cyclic scan degrades to reading everything every cycle.
+- *Evict* the block whose next use is farthest away (Belady). While no order is known yet: the least recently used.
+- *Prefetch* what the next accesses need, in order, up to `lookahead` bytes, and never by evicting a block that is used
+  sooner. The window is bounded because fetching earlier than necessary evicts blocks that would have been hits: with an
+  unbounded window a cyclic scan degrades to reading everything in every cycle.
 
-It knows neither time nor threads, torch nor files: the same accesses give the same decisions, on every rank and in the
-simulator. What it counts is *logical*: a block is in memory from the decision to fetch it to the decision to evict it.
-Whoever executes the decisions in order never needs more than the budget.
+It knows nothing of time, threads, torch or files: the same accesses give the same decisions, on every rank and in the
+simulator. Its accounting is *logical*: a block is in memory from the decision to fetch it to the decision to evict it.
+An executor that carries out the decisions in order never needs more than the budget.
 
-When an access differs from the recorded order, the policy goes on from the nearest place where the order does say so if
-that lies ahead (something was skipped), and stays where it is if it lies behind (something is repeated, or comes late).
-At the end of the cycle the newly recorded order replaces the old one.
+If an access differs from the recorded order, the policy jumps to the block's nearest occurrence in the order if that is
+ahead (something was skipped), and keeps its position if it is behind (something is repeated, or comes late). At the end
+of the cycle the newly recorded order replaces the old one.
 
-What an access costs does not grow with the model: the window slides along with the clock, so a block is looked at
-once when it comes in sight and once when it is used. Only a jump looks at what was skipped.
+The cost of an access does not grow with the model: the window slides along with the clock, so a block is visited once
+when it enters the window and once when it is used. Only a jump visits everything that was skipped.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dataclasses import dataclass
 
 BlockId = int
 
-# The next use of a block that no order mentions: later than any other. Less its recency, so that among these the least
-# recently used leaves first.
+# The next use of a block that is not in the order: later than any other. Its recency is subtracted, so that the least
+# recently used of these blocks is evicted first.
 _NEVER = 1 << 60
-# Stale entries that the heap may carry beyond one for each block in memory, before it is made anew.
+# Stale heap entries allowed in addition to one per block in memory, before the heap is rebuilt.
 _STALE_ENTRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now: first every eviction, then every fetch, in this order."""
+    """What to do now: first all evictions, then all fetches, in this order."""
 
     evict: tuple[BlockId, ...] = ()
     fetch: tuple[BlockId, ...] = ()
@@ -50,7 +50,7 @@ NOTHING = Decision()
 
 
 class NoRoomError(Exception):
-    """Everything that could leave is in use."""
+    """Every block that could be evicted is in use."""
 
     def __init__(self, needed: int, budget: int, in_use: tuple[BlockId, ...]) -> None:
         super().__init__(f"{needed} bytes needed, budget {budget}, {len(in_use)} blocks in use")
@@ -66,31 +66,31 @@ class CachePolicy:
         self.budget = budget
         self.lookahead = lookahead
         self._in_use = in_use
-        self._wraps = wraps  # whether it fetches ahead from one cycle into the next
+        self._wraps = wraps  # True: prefetches across the end of a cycle
         self._sizes: dict[BlockId, int] = {}
         self._cached: set[BlockId] = set()
         self.cached_bytes = 0
         self._order: list[BlockId] = []
         self._positions: dict[BlockId, list[int]] = {}
         self._recorded: list[BlockId] = []
-        self._clock = 0  # absolute position: cycles * len(order) + place in the cycle
-        self._lost: BlockId | None = None  # the last access, when it had no place in the order ahead
+        self._clock = 0  # absolute position: cycles * len(order) + position in the cycle
+        self._lost: BlockId | None = None  # the last access, if the order has no place for it ahead
         self._num_accesses = 0
-        self._recency: dict[BlockId, int] = {}  # the number of its last access
-        # Farthest next use first; an entry is stale when the block has left or its next use has changed.
+        self._recency: dict[BlockId, int] = {}  # number of its last access
+        # Farthest next use first; an entry is stale if the block was evicted or its next use has changed.
         self._farthest: list[tuple[int, BlockId]] = []
         self._next_use: dict[BlockId, int] = {}
         self._num_missing = 0  # blocks of the order that are not in memory
-        # The accesses from the clock to here are looked at: their blocks are in memory, and have these bytes in all.
+        # The accesses from the clock up to here are visited: their blocks are in memory, with these bytes in total.
         self._window_end = 0
         self._window_bytes = 0
         self._window: Counter[BlockId] = Counter()
         self.num_deviations = 0
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ contents
 
     def add(self, block: BlockId, num_bytes: int) -> None:
-        """Make a block known; it is not in memory yet."""
+        """Register a block; it is not in memory yet."""
         self._sizes[block] = num_bytes
 
     def __contains__(self, block: BlockId) -> bool:
@@ -98,7 +98,7 @@ class CachePolicy:
 
     @property
     def order(self) -> tuple[BlockId, ...]:
-        """The accesses of the last whole cycle; empty while the first is being recorded."""
+        """The accesses of the last complete cycle; empty while the first is being recorded."""
         return tuple(self._order)
 
     # ------------------------------------------------------------------ events
@@ -119,18 +119,18 @@ class CachePolicy:
         return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
 
     def look_ahead(self) -> Decision:
-        """Between two accesses: fetch what the next ones need."""
+        """Between two accesses: prefetch what the next ones need."""
         evict: list[BlockId] = []
         fetch: list[BlockId] = []
         self._look_ahead(None, evict, fetch)
         return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
 
     def retract(self) -> None:
-        """The last access did not happen after all: it is not part of the order."""
+        """The last access did not happen after all: remove it from the order."""
         self._recorded.pop()
 
     def shrink(self, budget: int) -> tuple[BlockId, ...]:
-        """Change the budget; returns what has to leave for it."""
+        """Change the budget; returns what must be evicted."""
         self.budget = budget
         victims = self._victims(0, None) or ()
         for victim in victims:
@@ -138,14 +138,14 @@ class CachePolicy:
         return tuple(victims)
 
     def forget(self, block: BlockId) -> None:
-        """The content of `block` is dead: it takes no room any more."""
+        """The content of `block` is no longer needed: it takes no memory any more."""
         if block in self._cached:
             self._remove(block)
 
     def end_cycle(self, *, same_order: bool = True) -> None:
-        """A step is over: what was recorded since the last one is the order from now on.
+        """End a step: the accesses recorded since the last one are the order from now on.
 
-        Unless it is known that the next cycle will differ (`same_order` is False): then it is recorded afresh.
+        If the next cycle is known to differ (`same_order` is False), the order is recorded from scratch.
         """
         recorded, self._recorded = self._recorded, []
         if not same_order:
@@ -156,7 +156,7 @@ class CachePolicy:
             self._jump(0)
         self._lost = None
 
-    # ------------------------------------------------------------------ where in the order we are
+    # ------------------------------------------------------------------ the position in the order
 
     def _adopt(self, order: list[BlockId]) -> None:
         self._order = order
@@ -167,7 +167,7 @@ class CachePolicy:
         self._jump(0)
 
     def _jump(self, clock: int) -> None:
-        """Go on from another place: what is used next, and when, has changed for every block."""
+        """Continue at another position: the next use of every block has changed."""
         self._clock = self._window_end = clock
         self._window_bytes = 0
         self._window.clear()
@@ -175,7 +175,7 @@ class CachePolicy:
         self._sort()
 
     def _follow(self, block: BlockId) -> None:
-        """Advance the clock past this access, or jump to where the order has it next."""
+        """Advance the clock past this access, or jump to its next occurrence in the order."""
         if not self._order:
             return
         if self._order[self._clock % len(self._order)] == block:
@@ -192,12 +192,12 @@ class CachePolicy:
             self._jump(place + 1)
 
     def _place_of(self, block: BlockId) -> int | None:
-        """The absolute position that an unexpected access means; None when it is not ahead of the clock."""
+        """Return the absolute position of an unexpected access; None if it is not ahead of the clock."""
         places = self._positions.get(block)
         if places is None:
             return None
         length = len(self._order)
-        # Two unexpected accesses that follow each other in the order tell where we are, however far that is.
+        # Two unexpected accesses that are consecutive in the order determine the position, however far away it is.
         ahead = [
             (p - self._clock) % length for p in places if self._lost is not None and self._order[p - 1] == self._lost
         ]
@@ -208,7 +208,7 @@ class CachePolicy:
         return self._clock + distance if distance <= behind else None
 
     def _upcoming_use(self, block: BlockId) -> int:
-        """The absolute position of the next access to `block` at or after the clock."""
+        """Return the absolute position of the next access to `block` at or after the clock."""
         places = self._positions.get(block)
         if places is None:
             return _NEVER - self._recency.get(block, 0)
@@ -218,7 +218,7 @@ class CachePolicy:
             return cycle * len(self._order) + places[index]
         return (cycle + 1) * len(self._order) + places[0]
 
-    # ------------------------------------------------------------------ who leaves first
+    # ------------------------------------------------------------------ eviction
 
     def _rank(self, block: BlockId) -> None:
         upcoming = self._upcoming_use(block)
@@ -234,7 +234,7 @@ class CachePolicy:
         heapq.heapify(self._farthest)
 
     def _victims(self, size: int, sooner_than: int | None, keep: BlockId | None = None) -> list[BlockId] | None:
-        """The blocks whose leaving makes room for `size` bytes, all used later than `sooner_than`; None if too few."""
+        """Return blocks to evict to free `size` bytes, all used later than `sooner_than`; None if there are too few."""
         missing = self.cached_bytes + size - self.budget
         if missing <= 0:
             return []
@@ -243,7 +243,7 @@ class CachePolicy:
         while missing > 0 and self._farthest:
             entry = heapq.heappop(self._farthest)
             next_use, block = -entry[0], entry[1]
-            # A block that left and came back for the same use has two entries.
+            # A block that was evicted and fetched again for the same use has two entries.
             if self._next_use.get(block) != next_use or block in met:
                 continue
             met[block] = entry
@@ -258,7 +258,7 @@ class CachePolicy:
         return self._necessary(victims, -missing) if missing <= 0 else None
 
     def _necessary(self, victims: list[BlockId], excess: int) -> list[BlockId]:
-        """Spare what need not leave because a larger block does, first what is used soonest."""
+        """Keep blocks that need not be evicted because a larger one is; those used soonest first."""
         necessary: list[BlockId] = []
         for block in reversed(victims):
             if self._sizes[block] <= excess:
@@ -267,7 +267,7 @@ class CachePolicy:
                 necessary.append(block)
         return necessary[::-1]
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ fetching
 
     def _bring(self, block: BlockId, evict: list[BlockId], fetch: list[BlockId]) -> None:
         size = self._sizes[block]
@@ -278,7 +278,7 @@ class CachePolicy:
         self._replace(victims, block, evict, fetch)
 
     def _look_ahead(self, current: BlockId | None, evict: list[BlockId], fetch: list[BlockId]) -> None:
-        """Extend the window as far as its bytes, and the room for what is missing, allow."""
+        """Extend the window as far as its byte limit and the free space for missing blocks allow."""
         if not self._num_missing or not self._order:
             return
         length = len(self._order)
@@ -302,7 +302,7 @@ class CachePolicy:
             self._window_end += 1
 
     def _leave_window(self, block: BlockId) -> None:
-        """One access to `block` is not in the window any more: at its begin, because it happens, or at its end."""
+        """Remove one access to `block` from the window: at its start, because it happens, or at its end."""
         if self._window[block]:
             self._window[block] -= 1
             if not self._window[block]:
@@ -312,7 +312,7 @@ class CachePolicy:
         for victim in victims:
             self._remove(victim)
             if victim in fetch:
-                # Decided a moment ago and not yet carried out: the two cancel out.
+                # Decided in this call and not carried out yet: the two cancel out.
                 fetch.remove(victim)
             else:
                 evict.append(victim)
@@ -331,7 +331,7 @@ class CachePolicy:
         self._next_use.pop(block, None)
         self.cached_bytes -= self._sizes[block]
         if self._window[block]:
-            # What follows its next use in the window has to wait until it is back.
+            # The window ends before its next use until it is fetched again.
             upcoming = self._upcoming_use(block)
             while self._window_end > upcoming:
                 self._window_end -= 1

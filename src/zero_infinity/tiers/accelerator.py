@@ -1,11 +1,11 @@
-"""Where a model is computed, and how bytes get there: the one seam to accelerators.
+"""Compute devices and the transfers to and from them: the only interface to accelerators.
 
-Everything above works with `ComputeDevice`: memory for copies of parameters, and the copies themselves. Three places:
-- `CpuDevice`: the CPU itself, in another dtype than parameters are stored in.
-- `EmulatedAccelerator`: the CPU playing an accelerator with memory of its own behind a slow link, so that three tiers
+Everything above uses `ComputeDevice`: memory for copies of parameters, and the copy operations. Implementations:
+- `CpuDevice`: the CPU, computing in another dtype than parameters are stored in.
+- `EmulatedAccelerator`: the CPU emulating an accelerator with its own memory behind a slow link, so that three tiers
   and their overlap can be tested and measured without one.
-- `TorchAccelerator`: a real one, through `torch.accelerator` and device-generic streams and events. Copies run on a
-  stream of their own, and the computing stream waits for their event. Host memory is pageable, not pinned.
+- `TorchAccelerator`: a real device, through `torch.accelerator` and device-generic streams and events. Copies run on
+  their own stream, and the compute stream waits for their event. Host memory is pageable, not pinned.
 """
 
 from __future__ import annotations
@@ -23,37 +23,40 @@ from zero_infinity.storage.buffer_pool import BufferPool
 
 
 class DeviceMemory(Protocol):
-    """A piece of a place's memory."""
+    """A piece of device memory."""
 
     @property
     def leases(self) -> int:
-        """Tensors over it that are alive."""
+        """Number of live tensors over it."""
 
     def tensor(self) -> torch.Tensor:
-        """A new uint8 tensor over it."""
+        """Return a new uint8 tensor over it."""
 
     def release(self) -> None:
-        """Give it back, as soon as no tensor over it is alive."""
+        """Free it as soon as no tensor over it is alive."""
 
 
 class ComputeDevice(Protocol):
-    """Where a model is computed."""
+    """The device that computes the model."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def budget(self) -> int:
-        """Bytes that copies of parameters may take when the user does not say."""
+        """Bytes available to copies of parameters when the user sets no limit."""
 
     def allocate(self, num_bytes: int) -> DeviceMemory:
-        """Memory for a copy; waits until there is room."""
+        """Allocate memory for a copy; waits until there is room."""
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """Copy host memory there. When this returns `source` may be reused; the result makes `target` safe to use."""
+        """Copy host memory to the device.
+
+        `source` may be reused when this returns. The returned callable makes `target` safe to use.
+        """
 
     def download(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory."""
+        """Return a copy in host memory."""
 
     def close(self) -> None: ...
 
@@ -87,7 +90,7 @@ class CpuDevice:
 
 
 class EmulatedAccelerator(CpuDevice):
-    """A CPU that pretends to be an accelerator: own memory, and a link of given bandwidth and latency each way."""
+    """A CPU that emulates an accelerator: its own memory, and a link of given bandwidth and latency per direction."""
 
     def __init__(self, memory: int, *, bytes_per_second: float = 12e9, latency_seconds: float = 1e-5) -> None:
         super().__init__(memory)
@@ -114,7 +117,7 @@ class EmulatedAccelerator(CpuDevice):
 
 
 class SlowLink:
-    """Takes as long for bytes as a link of this bandwidth would; transfers queue up."""
+    """Delays each transfer as a link of this bandwidth would; transfers are queued."""
 
     def __init__(self, bytes_per_second: float, latency_seconds: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -133,7 +136,7 @@ class SlowLink:
 
 
 class TorchAccelerator:
-    """The accelerator that torch finds. Memory comes from torch's own allocator, within the cache's byte budget."""
+    """The accelerator that torch finds. Memory comes from torch's allocator, within the cache's byte budget."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -145,7 +148,7 @@ class TorchAccelerator:
 
     @property
     def budget(self) -> int:
-        """Half of what is free now: the rest is for activations and gradients."""
+        """Half of the free memory: the rest is for activations and gradients."""
         free: int = torch.accelerator.get_memory_info(self._device)[0]
         return free // 2
 
@@ -154,11 +157,11 @@ class TorchAccelerator:
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         with self._stream:
-            # The allocator may have handed out memory that the computing stream still reads.
+            # The allocator may have returned memory that the compute stream still reads.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
-        # The host buffer may be reused as soon as this returns; this thread has nothing better to do than to wait.
+        # The caller may reuse the host buffer when this returns. The copy thread has nothing else to do, so it waits.
         event.synchronize()
         return lambda: torch.accelerator.current_stream(self._device).wait_event(event)
 
@@ -174,7 +177,7 @@ class _TorchDeviceMemory:
 
     def __init__(self, base: torch.Tensor) -> None:
         self._base: torch.Tensor | None = base
-        # What the base tensor and its wrapper themselves count for.
+        # The uses by the base tensor and its wrapper.
         self._own_uses = num_storage_uses(base)
 
     @property

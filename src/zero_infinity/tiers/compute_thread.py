@@ -1,9 +1,9 @@
-"""The thread that computes the model, and what it does for the update worker.
+"""The compute thread's share of optimizer updates, and the time it spends waiting.
 
-On a CPU the model and the optimizer share the cores. Two rules decide who uses them, and this is where both are kept:
-- When the computing thread *passes by* (it reads a unit, or autograd hands over a gradient), it first runs the updates
+On a CPU the model and the optimizer share the cores. Two rules decide which of them runs, and both live here:
+- When the compute thread *passes by* (it reads a unit, or autograd delivers a gradient), it first runs the updates
   whose bytes are in memory, on all cores.
-- While it *waits* for a transfer, the update worker takes over.
+- While it *waits* for a transfer, the update worker runs them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from zero_infinity.tiers.update_worker import UpdateWorker
 
 
 class ComputeThread:
-    """The computing thread of one model, with the time that it spends waiting."""
+    """The compute thread of one model, and its total waiting time."""
 
     def __init__(self, update_worker: UpdateWorker, run_trace: RunTrace | None) -> None:
         self._update_worker = update_worker
         self._run_trace = run_trace
-        self.waited_seconds = 0.0  # the exposed wait that a run reports
+        self.waited_seconds = 0.0  # the exposed wait that stats report
 
     def pass_by(self) -> None:
-        """Run the updates that are ready, unless they are the worker's alone."""
+        """Run the updates that are ready, unless they are reserved for the worker."""
         self._update_worker.help()
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """The computing thread stands still in here, for `name`."""
+        """The compute thread waits for `name` inside this context."""
         self._update_worker.take_over()
         start = time.perf_counter()
         yield

@@ -1,7 +1,7 @@
-"""Makes copies of units where they are computed, in order, on a thread of its own.
+"""Copies units to the compute device, in order, on its own thread; all-gathers them where they are sharded.
 
-A copy comes from the unit's block in host memory. Where each rank stores a shard, the thread gathers the rest from the
-other ranks, so all ranks have to submit the same copies in the same order.
+A copy is made from the unit's block in host memory. Where each rank stores a shard, the thread all-gathers the rest, so
+every rank must submit the same copies in the same order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers.accelerator import ComputeDevice, DeviceMemory
 from zero_infinity.trace import Category
 
-# How often whoever waits for the copying thread checks that it is still alive.
+# How often a thread that waits for the copy thread checks that it is still alive.
 _POLL_SECONDS = 0.1
 
 
 class CopySource(Protocol):
-    """What is copied: a unit, as far as this layer knows it."""
+    """The part of a unit that this layer needs to copy it."""
 
     @property
     def name(self) -> str: ...
@@ -53,7 +53,7 @@ class CopySource(Protocol):
 
 
 class DeviceCopy:
-    """One unit's elements where they are computed."""
+    """One unit's elements on the compute device."""
 
     __slots__ = ("_make_safe", "_ready", "error", "is_dropped", "is_written", "memory", "source")
 
@@ -62,7 +62,7 @@ class DeviceCopy:
         self.memory: DeviceMemory | None = None
         self.error: BaseException | None = None
         self.is_dropped = False
-        self.is_written = False  # a user's tensor over it may have been written to
+        self.is_written = False  # the user has had a tensor over it and may have written to it
         self._make_safe: Callable[[], None] | None = None
         self._ready = threading.Event()
 
@@ -75,7 +75,7 @@ class DeviceCopy:
             self._ready.wait()
 
     def use(self) -> torch.Tensor:
-        """The elements, safe to use on the computing stream; raises what the copy failed with."""
+        """Return the elements, safe to use on the compute stream; raises the error of a failed copy."""
         if self.error is not None:
             raise again(self.error)
         if self._make_safe is not None:
@@ -88,17 +88,17 @@ class DeviceCopy:
         return self.memory.tensor()[: _num_bytes(self.source)].view(self.source.compute_dtype)
 
     def made(self, make_safe: Callable[[], None]) -> None:
-        """Its bytes are on their way; `make_safe` makes the computing stream wait for them."""
+        """The copy is in flight; `make_safe` makes the compute stream wait for it."""
         self._make_safe = make_safe
 
     def finish(self) -> None:
-        """No more will be done about it."""
+        """Mark it as done, successfully or not."""
         self._ready.set()
         if self.is_dropped:
             self.release()
 
     def drop(self) -> None:
-        """Nobody needs it any more."""
+        """It is no longer needed."""
         self.is_dropped = True
         if self.is_ready:
             self.release()
@@ -116,11 +116,11 @@ class _Task:
 
 
 class Copier:
-    """The copying thread. It refers to a unit only while a copy of it is being made."""
+    """The copy thread. It refers to a unit only while copying it."""
 
     def __init__(self, store: BlockStore, device: ComputeDevice, channel: Channel | None, *, lane: str) -> None:
         self.device = device
-        self._lane = lane  # in a trace
+        self._lane = lane  # its row in a trace
         self._channel = channel
         self._store = store
         self._changed = threading.Condition(threading.Lock())
@@ -135,25 +135,25 @@ class Copier:
         return self._channel is not None
 
     def submit(self, number: int, name: str, copies: list[DeviceCopy]) -> None:
-        """Make these copies together. Their units' blocks are held for reading."""
+        """Make these copies together. Their units' blocks are held for reading until then."""
         with self._changed:
             self._num_pending += 1
         self._tasks.put(_Task(number, name, copies))
 
     def drain(self) -> None:
-        """Wait until every copy is made, also those that nobody wants any more. A failure is for whoever acquires."""
+        """Wait until every copy is made, including dropped ones. The thread that acquires a copy raises its error."""
         with self._changed:
             while self._num_pending and self._thread.is_alive():
                 with through():
                     self._changed.wait(_POLL_SECONDS)
 
     def drop(self, copy: DeviceCopy) -> None:
-        """Nobody needs the copy any more."""
+        """The copy is no longer needed."""
         with self._changed:
             copy.drop()
 
     def close(self) -> None:
-        """End the thread after the copy that it makes now."""
+        """End the thread after its current copy."""
         self._tasks.put(None)
         if self._channel is not None:
             self._channel.end(self._thread)
@@ -163,16 +163,16 @@ class Copier:
 
     def _work(self) -> None:
         use_one_core()
-        failed: BaseException | None = None  # of a collective: there are none after that
+        failed: BaseException | None = None  # set by a failed collective: no collective runs after that
         while (task := self._tasks.get()) is not None:
             try:
                 if failed is not None:
                     raise again(failed)
                 self._make(task)
-            except BaseException as error:  # noqa: BLE001 - raised by whoever acquires the copy
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that acquires the copy
                 for copy in task.copies:
-                    copy.error = error.with_traceback(None)  # its frames hold the copies, and their memory
-                # When ranks want different units nothing was exchanged, and they may find a way to go on.
+                    copy.error = error.with_traceback(None)  # its frames would keep the copies and their memory alive
+                # If ranks ask for different units nothing was exchanged, so they may still recover.
                 if self._channel is not None and not isinstance(error, DivergenceError):
                     failed = error
             with self._changed:
@@ -204,7 +204,7 @@ class Copier:
         return make_safe
 
     def _gather(self, channel: Channel, task: _Task) -> None:
-        """All-gather these units, also those that are not wanted any more: the other ranks count on it."""
+        """All-gather these units, including dropped ones: the other ranks take part."""
         wholes: list[tuple[torch.Tensor, Sequence[Span]]] = []
         for copy in task.copies:
             source = copy.source
@@ -229,7 +229,7 @@ def _num_bytes(source: CopySource) -> int:
 
 
 def copy_size(source: CopySource) -> int:
-    """What a copy takes, with what is needed while it is made."""
+    """Return the size of a copy, including what is needed while it is made."""
     staged = source.is_stored_in_parts and source.dtype != source.compute_dtype
     return copy_bytes(
         source.num_elements, stored=source.dtype.itemsize, computed=source.compute_dtype.itemsize, staged=staged

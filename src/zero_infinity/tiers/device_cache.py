@@ -1,8 +1,8 @@
-"""Device memory over host RAM: the tier of copies.
+"""Device memory over host RAM: the tier of unit copies.
 
-Modules that cannot use a unit as it is stored see a copy: on an accelerator, in another dtype, or gathered from the
-shards of all ranks. The copies are the entries of a tier with a budget of its own; below it the units' blocks are
-entries of the host tier. Units that ranks may use in a different order (experts) are copied together, as one entry.
+Modules that cannot use a unit in its stored form get a copy: on an accelerator, in another dtype, or gathered from the
+shards of all ranks. Copies are the entries of a tier with its own budget; the units' blocks are entries of the host
+tier below it. Units that ranks may use in a different order (experts) are copied together, as one entry.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zero_infinity.tiers.tier import Tier
 from zero_infinity.trace import COPIES, HOST
 from zero_infinity.units import format_bytes
 
-# Numbers of groups of several units are apart from those of units.
+# Group numbers start here, so that they never equal a unit number.
 _JOINED = 1 << 32
 
 
 class CopyGroup:
-    """Units that are copied together: mostly one."""
+    """Units that are copied together; usually just one."""
 
     __slots__ = ("key", "name", "number", "sources")
 
@@ -46,10 +46,10 @@ class CopyGroup:
 
 
 class RoutingGroups(Protocol):
-    """Knows which units ranks choose from, before they have agreed on it."""
+    """Knows from which units ranks choose (routing), before they have agreed on the choice."""
 
     def chosen_from(self, number: int) -> tuple[str, Sequence[CopySource]] | None:
-        """The units among which this one may be a rank's choice, with their common name."""
+        """Return the units from which a rank may choose this one, and their common name."""
 
 
 class CopyMover:
@@ -90,7 +90,7 @@ class CopyMover:
 
     def no_room(self, group: CopyGroup, error: NoRoomError, in_use: list[CopyGroup]) -> CapacityError:
         if error.needed > error.budget:
-            # The room is a part of the memory: so much more of one is so much more of the other.
+            # This budget is a fixed share of the memory, so both must grow by the same factor.
             return CapacityError(
                 f"{group.name!r} is needed whole and takes {format_bytes(error.needed)}, but there is room for "
                 f"{format_bytes(error.budget)} of whole units\n"
@@ -103,20 +103,20 @@ class CopyMover:
             "  fix:   more device_memory (or memory, when computing on the CPU in another dtype)"
         )
 
-    # ------------------------------------------------------------------ beyond what a tier asks
+    # ------------------------------------------------------------------ not called by the tier
 
     def copy_of(self, group: CopyGroup, source: CopySource) -> DeviceCopy | None:
         return self._copies.get(group.key, {}).get(source)
 
     def write_back(self, group: CopyGroup) -> None:
-        """Write copies home that the user may have changed."""
+        """Write copies that the user may have changed back to their blocks."""
         for copy in self._copies.get(group.key, {}).values():
             if copy.is_written:
                 self.write_home(copy.source, copy.flat())
                 copy.is_written = False
 
     def write_back_all(self) -> None:
-        """The same for all; they stay marked, since the user may write again."""
+        """Write back every such copy; they stay marked, since the user may write again."""
         for copy in [copy for copies in self._copies.values() for copy in copies.values() if copy.is_written]:
             flat = copy.flat()
             self.write_home(copy.source, flat)
@@ -127,14 +127,14 @@ class CopyMover:
             self._copier.drop(copy)
 
     def write_home(self, source: CopySource, flat: torch.Tensor) -> None:
-        """Store the values of a copy in the unit's block."""
+        """Write the values of a copy to the unit's block."""
         with self._host_cache.writing(source.the_block()) as memory:
             mine = flat[source.stored.start : source.stored.stop]
             memory.view(source.dtype)[: len(mine)].copy_(self._copier.device.download(mine))
 
 
 class DeviceCache:
-    """Copies of units where they are computed, under a byte budget."""
+    """Copies of units on the compute device, under a byte budget."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class DeviceCache:
         return source in self._groups
 
     def join(self, name: str, sources: Sequence[CopySource]) -> None:
-        """From now on these units are copied together, whichever is asked for."""
+        """From now on copy these units together, whichever of them is used."""
         with self._tier.lock:
             known = list(dict.fromkeys(self._groups[source] for source in sources))
             if len(known) == 1:
@@ -182,18 +182,18 @@ class DeviceCache:
         self._tier.add(group)
 
     def remove(self, source: CopySource) -> None:
-        """Nothing is computed with the unit any more, and it will have no home: what was written to its copy goes."""
+        """Drop a unit that is no longer used and will have no home. Changes to its copy are lost."""
         with self._tier.lock:
             group = self._groups.pop(source, None)
             if group is not None:
                 self._tier.remove(group)
-                self._tier.policy.end_cycle(same_order=False)  # what was recorded so far may have it
+                self._tier.policy.end_cycle(same_order=False)  # the order recorded so far may contain it
                 self._mover.discard(group)
 
-    # ------------------------------------------------------------------ use, by the computing thread
+    # ------------------------------------------------------------------ use, by the compute thread
 
     def acquire(self, source: CopySource) -> torch.Tensor:
-        """The elements in `source.compute_dtype`; they stay while the tensor or a view lives."""
+        """Return the elements in `source.compute_dtype`; they stay while the tensor or a view of it is alive."""
         while True:
             try:
                 return self._acquire(source)
@@ -201,7 +201,7 @@ class DeviceCache:
                 joined = self._chosen_together(divergence.wanted)
                 if joined is None:
                     raise
-                # Each rank has made room for another unit: now all have the same copies, and the same record, again.
+                # Each rank has made room for a different unit. Now all ranks have the same copies and record again.
                 self._tier.drop_unpinned()
                 self._tier.policy.retract()
                 name, sources = joined
@@ -210,7 +210,7 @@ class DeviceCache:
                     self._acquire(sources[0])
 
     def _chosen_together(self, wanted: Iterable[int]) -> tuple[str, Sequence[CopySource]] | None:
-        """The units that ranks are to gather together, when they asked for different ones."""
+        """Return the units to gather together after ranks asked for different ones."""
         for number in sorted(set(wanted)):
             for group in self._groups.values():
                 if group.number == number and len(group.sources) > 1:
@@ -231,7 +231,7 @@ class DeviceCache:
         return copy.use()
 
     def is_current(self, source: CopySource) -> bool:
-        """True if the last acquired copy is still there and may be used without another access."""
+        """True if the last acquired copy is still valid and may be used without another access."""
         group = self._groups[source]
         copy = self._mover.copy_of(group, source)
         return copy is not None and copy.is_ready and (not self._is_shared or self._tier.is_last(group))
@@ -252,7 +252,7 @@ class DeviceCache:
         self._mover.write_home(source, flat)
 
     def invalidate(self, source: CopySource) -> None:
-        """An update of the unit was submitted. What the user wrote to its copy counts before the update."""
+        """An update of the unit was submitted. User changes to its copy are applied before the update."""
         with self._tier.lock:
             group = self._groups[source]
             self._mover.write_back(group)
@@ -265,23 +265,23 @@ class DeviceCache:
         with self._tier.lock:
             self._mover.write_back_all()
 
-    # ------------------------------------------------------------------ room, and the end
+    # ------------------------------------------------------------------ lending and closing
 
     def lend(self, num_bytes: int) -> bool:
-        """Let copies take that much less; False, and nothing changes, when too much is in use for that."""
+        """Reduce the budget by `num_bytes`; returns False and changes nothing if too much is in use."""
         return self._tier.lend(num_bytes)
 
     def take_back(self, num_bytes: int) -> None:
-        """What was lent is there again."""
+        """Return lent bytes to the budget."""
         self._tier.take_back(num_bytes)
 
     def drain(self) -> None:
-        """Wait until every copy that was begun is made."""
+        """Wait until every started copy is made."""
         self.copier.drain()
 
 
 def round_to_stored(source: CopySource, part: torch.Tensor) -> None:
-    """Round an edited copy to what is stored: a copy with more bits would give other numbers than the next one."""
+    """Round an edited copy to the stored precision: extra bits would be missing from the next copy."""
     if source.dtype != source.compute_dtype:
         part.copy_(part.to(source.dtype))
 
@@ -297,6 +297,6 @@ def make_device_cache(
     tier_name: str = COPIES,
     routing: RoutingGroups | None = None,
 ) -> DeviceCache:
-    """A cache of copies on `device`; with a `channel`, of units that are gathered from all ranks."""
+    """Return a cache of copies on `device`; with a `channel`, of units that are gathered from all ranks."""
     copier = Copier(host_cache.store, device, channel, lane=f"{HOST} to {tier_name}")
     return DeviceCache(copier, host_cache, make_policy, budget, lookahead, tier_name=tier_name, routing=routing)

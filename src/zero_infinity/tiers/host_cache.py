@@ -1,6 +1,6 @@
 """Host RAM over NVMe: the tier of blocks.
 
-A block whose home is RAM is resident: once it is in memory it stays there, so the policy is not asked about it.
+A block whose home is RAM is resident: it is never evicted, so the policy does not know it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero_infinity.units import format_bytes, suggest_bytes
 
 
 class SpareBytes:
-    """Memory that no block will ever need. Whoever uses some of it subtracts it here, and adds it back."""
+    """Memory that no block will ever need. Each user subtracts what it takes and adds it back later."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -50,7 +50,7 @@ class HostMover:
     def wait(self, block: Block) -> None:
         self._store.wait(block)
 
-    def moved(self, cached_bytes: int) -> None:  # noqa: ARG002 - the pool counts what is held
+    def moved(self, cached_bytes: int) -> None:  # noqa: ARG002 - the pool counts held bytes
         self._store.trim_heap_if_grown()
 
     def no_room(self, block: Block, error: NoRoomError, in_use: list[Block]) -> CapacityError:
@@ -79,32 +79,32 @@ class HostCache(Tier[Block]):
         self.store = store
 
     def add(self, block: Block) -> None:
-        """Make a block known."""
+        """Register a block."""
         if block.home is Home.NVME:
             super().add(block)
 
     def remove(self, block: Block) -> None:
-        """Drop a block that the recorded order does not mention; it must not be used again."""
+        """Drop a block that the recorded order does not contain; it must not be used again."""
         self.expire(block)
         super().remove(block)
         self.store.drop(block)
 
     def expire(self, block: Block) -> None:
-        """The content of `block` is dead (once the workers that hold it are done)."""
+        """The content of `block` is no longer needed (once the workers that hold it are done)."""
         with self.lock:
             self.forget(block)
             self.store.expire(block)
 
     @contextmanager
     def reading(self, block: Block) -> Iterator[torch.Tensor]:
-        """The bytes of a block, to read; a view of them must not outlive the context."""
+        """The bytes of a block, for reading; no view of them may outlive the context."""
         self.bring(block)
         with self.store.changing(block) as memory:
             yield memory
 
     @contextmanager
     def writing(self, block: Block) -> Iterator[torch.Tensor]:
-        """The bytes of a block, to change in place; a view of them must not outlive the context."""
+        """The bytes of a block, to change in place; no view of them may outlive the context."""
         self.bring(block)
         with self.pinned(block):
             with self.store.changing(block) as memory:

@@ -1,9 +1,8 @@
-"""The tier executor: one byte budget, one policy, and whoever moves the bytes.
+"""The tier executor: carries out one cache policy under one byte budget, for host RAM and device memory.
 
-The one place where *what should be in memory* meets *what is*. Host RAM over NVMe and device memory over host RAM run
-this same code; what differs, how an entry gets in and out, is a `Mover`. Every use of an entry goes through `access`,
-on the thread that computes. The mover starts transfers in the order of the policy's decisions, and `wait` blocks only
-for the one entry that is needed now.
+Host RAM over NVMe and device memory over host RAM run the same code; only how an entry gets in and out differs, and
+that is the `Mover`. Every use of an entry goes through `access`, on the compute thread. The mover starts transfers in
+the order of the policy's decisions, and `wait` blocks only for the one entry that is needed now.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from zero_infinity.tiers.compute_thread import ComputeThread
 
 
 class TierEntry(Protocol):
-    """What a tier holds or does not hold, as a whole."""
+    """Something that is either entirely in a tier or not at all."""
 
     @property
     def key(self) -> int: ...
@@ -31,35 +30,35 @@ class TierEntry(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """What it takes in the tier."""
+        """Bytes that it takes in the tier."""
 
 
 Entry = TypeVar("Entry", bound=TierEntry)
 
 
 class Mover(Protocol[Entry]):
-    """How the entries of one tier get in and out. Called with the tier's lock held."""
+    """How entries get into and out of one tier. Called with the tier's lock held."""
 
     def fetch(self, entry: Entry, *, ahead: bool) -> None:
-        """Start bringing it in; `ahead` of its use (a prefetch), or because it is used now."""
+        """Start bringing it in: as a prefetch (`ahead`), or because it is used now."""
 
     def evict(self, entry: Entry) -> None:
-        """Let it leave as soon as nothing needs it there, written back first when it was changed."""
+        """Evict it as soon as nothing uses it; write it back first if it was changed."""
 
     def is_leased(self, entry: Entry) -> bool:
         """True if a tensor over its memory is alive: evicting it would free nothing."""
 
     def is_ready(self, entry: Entry) -> bool:
-        """True if `wait` would return at once."""
+        """True if `wait` would return immediately."""
 
     def wait(self, entry: Entry) -> None:
-        """Wait until it is there and nothing is going to change it."""
+        """Wait until it is in the tier and no change to it is pending."""
 
     def no_room(self, entry: Entry, error: NoRoomError, in_use: list[Entry]) -> CapacityError:
-        """The error for an entry that does not fit beside those in use."""
+        """Return the error for an entry that does not fit next to those in use."""
 
     def moved(self, cached_bytes: int) -> None:
-        """The decisions so far are carried out; the tier now holds this much, going by the policy."""
+        """All decisions so far are carried out; by the policy's count the tier now holds `cached_bytes`."""
 
 
 class Tier(Generic[Entry]):
@@ -75,11 +74,12 @@ class Tier(Generic[Entry]):
         *,
         collective: bool = False,
     ) -> None:
-        """`collective`: a fetch is a collective call, so all ranks have to decide alike.
+        """`collective`: a fetch is a collective, so all ranks must make the same decisions.
 
-        Then decisions go by the order of accesses alone, never by when a tensor dies. Repeated uses of one entry count
-        once, since their number may differ between ranks. Entries that an update makes stale leave at the end of the
-        step, and what the next step needs first is fetched only then: updates are each rank's own affair.
+        Then decisions depend only on the order of accesses, never on when a tensor dies. Repeated uses of one entry
+        count once, since their number may differ between ranks. Entries made stale by an update are dropped at the end
+        of the step, and the first entries of the next step are prefetched only then, because updates are local to each
+        rank.
         """
         self.compute_thread = compute_thread
         self._mover = mover
@@ -90,43 +90,43 @@ class Tier(Generic[Entry]):
         self._lent = 0
         self._last_key: int | None = None  # of the last access
         self._stale: set[int] = set()
-        # Autograd runs hooks of accelerator graphs on a thread of its own.
+        # Autograd runs hooks of accelerator graphs on its own thread.
         self.lock = threading.RLock()
 
     # ------------------------------------------------------------------ entries
 
     def add(self, entry: Entry) -> None:
-        """Make an entry known to the policy. One that is not known is resident: once fetched, it never leaves."""
+        """Register an entry with the policy. An unregistered entry is resident: once fetched, it is never evicted."""
         self._entries[entry.key] = entry
         self.policy.add(entry.key, entry.held_bytes)
 
     def remove(self, entry: Entry) -> None:
-        """Drop an entry that the recorded order does not mention."""
+        """Drop an entry that the recorded order does not contain."""
         with self.lock:
             self.forget(entry)
             self._entries.pop(entry.key, None)
 
     def forget(self, entry: Entry) -> None:
-        """The entry has left memory, or is about to, without a decision of the policy."""
+        """The entry has left memory, or is about to, without a policy decision."""
         with self.lock:
             if entry.key in self._entries:
                 self.policy.forget(entry.key)
 
     def drop(self, entry: Entry) -> None:
-        """Let it leave now, without a decision of the policy."""
+        """Evict it now, without a policy decision."""
         with self.lock:
             self.forget(entry)
             self._mover.evict(entry)
 
     def drop_unpinned(self) -> None:
-        """Let everything leave that nothing pins."""
+        """Evict every entry that is not pinned."""
         with self.lock:
             for entry in [e for e in self._entries.values() if e.key in self.policy and e.key not in self._pins]:
                 self.drop(entry)
             self._last_key = None
 
     def invalidate(self, entry: Entry) -> None:
-        """What is in this tier is out of date: it is not used again before the end of the step."""
+        """The entry is stale: it is not used again before the end of the step."""
         with self.lock:
             if self._collective:
                 self._stale.add(entry.key)
@@ -134,13 +134,13 @@ class Tier(Generic[Entry]):
                 self.drop(entry)
 
     def end_cycle(self, *, same_order: bool) -> None:
-        """A step is over. `same_order`: the next one is expected to use entries in the same order."""
+        """End a step. `same_order`: the next step is expected to use entries in the same order."""
         with self.lock:
             for key in sorted(self._stale):
                 self.drop(self._entries[key])
             self._stale.clear()
             self._last_key = None
-            # Which updates come early may differ between ranks, and changes nothing about the order of collectives.
+            # Ranks may differ in which updates run early; that does not change the order of collectives.
             self.policy.end_cycle(same_order=same_order or self._collective)
             if self._collective:
                 self._carry_out(self.policy.look_ahead(), None)
@@ -149,7 +149,7 @@ class Tier(Generic[Entry]):
     # ------------------------------------------------------------------ use
 
     def access(self, entry: Entry) -> None:
-        """`entry` is used now: bring it in, and whatever the policy wants ahead of its use. Does not wait."""
+        """`entry` is used now: fetch it, and prefetch what the policy decides. Does not wait."""
         if entry.key not in self._entries:
             self._mover.fetch(entry, ahead=False)
             return
@@ -167,17 +167,17 @@ class Tier(Generic[Entry]):
             self._mover.moved(self.policy.cached_bytes)
 
     def is_last(self, entry: Entry) -> bool:
-        """True if it is used again and nothing else was used meanwhile, where that does not count as an access."""
+        """True if this repeats the last access, where repeats do not count as accesses."""
         return self._collective and self._last_key == entry.key and entry.key in self.policy
 
     def wait(self, entry: Entry) -> None:
-        """Wait until an accessed entry is in memory and nothing is going to change it."""
+        """Wait until an accessed entry is in memory and no change to it is pending."""
         if not self._mover.is_ready(entry):
             with self.compute_thread.waiting(entry.name):
                 self._mover.wait(entry)
 
     def bring(self, entry: Entry) -> None:
-        """Use `entry` now: access it and wait for it."""
+        """Access `entry` and wait for it."""
         self.access(entry)
         self.wait(entry)
 
@@ -192,7 +192,7 @@ class Tier(Generic[Entry]):
 
     @contextmanager
     def pinned(self, entry: Entry) -> Iterator[None]:
-        """Keep it in memory meanwhile."""
+        """Keep it in memory inside this context."""
         self.pin(entry)
         try:
             yield
@@ -205,13 +205,13 @@ class Tier(Generic[Entry]):
     # ------------------------------------------------------------------ the budget
 
     def limit(self, budget: int, lookahead: int) -> None:
-        """From now on entries may take `budget` bytes together; what is over that leaves."""
+        """Set the budget of all entries together; evicts what exceeds it."""
         with self.lock:
             self.policy.lookahead = lookahead
             self._shrink(budget - self._lent)
 
     def lend(self, num_bytes: int) -> bool:
-        """Let entries take that much less; False, and nothing changes, when too much is in use for that."""
+        """Reduce the budget by `num_bytes`; returns False and changes nothing if too much is in use."""
         with self.lock:
             before = self.policy.budget
             if num_bytes > before:
@@ -224,7 +224,7 @@ class Tier(Generic[Entry]):
         return True
 
     def take_back(self, num_bytes: int) -> None:
-        """What was lent is there again."""
+        """Return lent bytes to the budget."""
         with self.lock:
             self._lent -= num_bytes
             self.policy.shrink(self.policy.budget + num_bytes)

@@ -1,9 +1,9 @@
-"""Runs optimizer updates while the model computes.
+"""Runs optimizer updates in submission order, overlapped with the model's computation.
 
-A job works on one unit: for each chunk it waits for the chunk's blocks, changes them in place and releases them. Jobs
-run in submission order. The thread that submitted a job has accessed (and so fetched) its blocks, in the order in which
-the job uses them; here they are only waited for, changed and released. A job never touches an `nn.Parameter`.
-`compute_thread.py` says when the thread that computes the model runs jobs, and when the worker does.
+A job updates one unit: for each chunk it waits for the chunk's blocks, changes them in place and releases them. Jobs
+run in submission order. The submitting thread has accessed (and so fetched) the blocks, in the order in which the job
+uses them; here they are only waited for, changed and released. A job never touches an `nn.Parameter`.
+`compute_thread.py` decides when the compute thread runs jobs and when the worker does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 
-# How long the computing thread may stay away from what it could update before the worker does it: longer than most
-# operations between two uses of parameters.
+# How long the compute thread may leave a ready update undone before the worker runs it: longer than most operations
+# between two parameter uses.
 _PATIENCE_SECONDS = 0.25
 
 
@@ -34,66 +34,66 @@ Chunk = TypeVar("Chunk")
 
 
 class UpdateJob(Protocol[Chunk]):
-    """Work on the chunks of one unit, in their order."""
+    """An update of the chunks of one unit, in order."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether its gradients are there."""
+        """True if its gradients are available."""
 
     @property
     def chunks(self) -> Sequence[Chunk]: ...
 
     def blocks(self, chunk: Chunk) -> list[Block]:
-        """What it changes or reads for `chunk`."""
+        """Return the blocks that it reads or changes for `chunk`."""
 
     def apply(self, chunk: Chunk, store: BlockStore) -> None:
-        """Work on one chunk, and let its blocks go."""
+        """Update one chunk and release its blocks."""
 
     def finish(self, store: BlockStore) -> None:
         """All chunks are done."""
 
 
 class _Progress:
-    """How far a job has come."""
+    """How far a job has progressed."""
 
     __slots__ = ("is_shared", "job", "next_chunk")
 
     def __init__(self, job: UpdateJob[Any], *, is_shared: bool) -> None:
         self.job = job
-        self.is_shared = is_shared  # with the computing thread
+        self.is_shared = is_shared  # with the compute thread
         self.next_chunk = 0
 
 
 class UpdateWorker:
-    """Runs jobs in order. An error in a job is kept, and raised by whoever submits or waits next.
+    """Runs jobs in order. A job's error is kept and raised by the next submit or wait.
 
-    With an accelerator the worker thread runs them all. On a CPU that also computes the model, a second thread would
-    compete with the model's kernels for the cores, and each of these ends with its slowest core. So there the computing
-    thread runs what is ready whenever it passes by (`help`), on all its cores; the worker steps in, on one core, while
-    that thread waits (`take_over`), and when it has not passed by for a while.
+    With an accelerator, the worker thread runs all jobs. On a CPU that also computes the model, a second thread would
+    compete with the model's kernels for cores, and a kernel is as slow as its slowest core. So there the compute thread
+    runs ready jobs whenever it passes by (`help`), on all cores; the worker runs them, on one core, while the compute
+    thread waits (`take_over`) or has not passed by for a while.
     """
 
     def __init__(self, store: BlockStore, run_trace: RunTrace | None = None) -> None:
         self._store = store
         self._run_trace = run_trace
-        lock = threading.RLock()  # a signal handler may close the engine while its thread is in here
-        self._changed = threading.Condition(lock)  # told of every job and chunk that is done
-        # Apart, since waking the worker takes a core away from the model: only when there is something for it to do.
+        lock = threading.RLock()  # a signal handler on the same thread may close the engine inside the lock
+        self._changed = threading.Condition(lock)  # notified of every finished job and chunk
+        # Separate, because waking the worker takes a core from the model: notified only when the worker has work.
         self._calling = threading.Condition(lock)
-        self._is_asleep = False  # the worker, until it is called
+        self._is_asleep = False  # the worker sleeps until it is notified
         self._jobs: deque[_Progress] = deque()
-        self._is_running = False  # somebody works on the first job
-        self._is_away = False  # the computing thread does not come by
-        self._num_visits = 0  # of the computing thread
+        self._is_running = False  # a thread is running the first job
+        self._is_away = False  # the compute thread is not passing by
+        self._num_visits = 0  # of the compute thread
         self._is_closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="zero-infinity-update", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ the computing thread
+    # ------------------------------------------------------------------ the compute thread
 
     def submit(self, job: UpdateJob[Any], *, is_shared: bool) -> None:
-        """Run the job, or leave it for later. `is_shared`: the computing thread may run it, too."""
+        """Run the job now or queue it. `is_shared`: the compute thread may run it as well."""
         self.check()
         with self._changed:
             self._jobs.append(_Progress(job, is_shared=is_shared))
@@ -102,7 +102,7 @@ class UpdateWorker:
         self.help()
 
     def help(self) -> None:
-        """The computing thread passes by: update what is ready."""
+        """The compute thread passes by: run the updates that are ready."""
         if not self._jobs or not self._begin():
             return
         start = time.perf_counter()
@@ -119,14 +119,14 @@ class UpdateWorker:
                 self._run_trace.updated(start)
 
     def take_over(self) -> None:
-        """The computing thread is about to wait: until it comes by again, the worker need not."""
+        """The compute thread is about to wait: the worker may run jobs until it passes by again."""
         if self._jobs:
             with self._changed:
                 self._is_away = True
                 self._calling.notify()
 
     def check(self) -> None:
-        """Raise what a job failed with."""
+        """Raise the error of a failed job."""
         if self._error is not None:
             raise again(self._error)
 
@@ -135,7 +135,7 @@ class UpdateWorker:
         return len(self._jobs)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds (looked at after every job) or no job is left."""
+        """Wait until `condition` holds (checked after every job) or no job is left."""
         self.take_over()
         with self._changed:
             while self._error is None and self._jobs and not condition():
@@ -148,9 +148,9 @@ class UpdateWorker:
         self.wait_until(lambda: False)
 
     def close(self) -> None:
-        """End the thread after the chunk that it works on now; what waits is dropped. Idempotent."""
+        """End the thread after its current chunk; queued jobs are dropped. Idempotent."""
         if self._error is None:
-            # Whoever waits for a block that a dropped job was to change has to know, or waits for ever.
+            # A thread that waits for a block of a dropped job must get an error, or it would wait forever.
             self._fail(EngineClosedError("the updater is closed"))
         with self._changed:
             self._is_closed = True
@@ -168,21 +168,21 @@ class UpdateWorker:
             try:
                 self._go_on(wait=True)
             except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
-                # Without its frames, which hold the model for as long as the error lives.
+                # Without its frames, which would keep the model alive as long as the error.
                 error.add_note("in the update worker:\n" + "".join(traceback.format_tb(error.__traceback__)))
                 self._fail(error.with_traceback(None))
             finally:
                 self._end()
 
     def _is_needed(self) -> bool:
-        """Wait until there is a chunk that nobody else works on; False when there will be none."""
+        """Wait until there is a chunk for the worker to run; False once the worker is closed."""
         with self._changed:
             while not self._is_closed:
                 num_visits = self._num_visits
                 idle = bool(self._jobs) and not self._is_running
                 if idle and (self._is_away or not self._jobs[0].is_shared):
                     break
-                # Not away: it has some time to come by. Busy: whoever works calls when he ends, if something is left.
+                # Idle: give the compute thread time to pass by. Busy: the running thread notifies if work is left.
                 self._is_asleep = not idle
                 called = self._calling.wait(_PATIENCE_SECONDS if idle else None)
                 self._is_asleep = False
@@ -191,10 +191,10 @@ class UpdateWorker:
             self._is_running = not self._is_closed
             return self._is_running
 
-    # ------------------------------------------------------------------ whoever runs
+    # ------------------------------------------------------------------ both threads
 
     def _begin(self) -> bool:
-        """The computing thread is here; whether it may run the first job."""
+        """Record a visit of the compute thread; True if it may run the first job."""
         with self._changed:
             self._is_away = False
             self._num_visits += 1
@@ -217,10 +217,10 @@ class UpdateWorker:
         self._store.fail(error)
 
     def _go_on(self, *, wait: bool) -> bool:
-        """Work on the next chunk of the first job, unless (`wait` is False) that would wait. True: there was one."""
+        """Run the next chunk of the first job, unless that would block and `wait` is False. True if a chunk was run."""
         with self._changed:
             if not self._jobs:
-                return False  # closed meanwhile
+                return False  # closed in the meantime
             progress = self._jobs[0]
         job = progress.job
         if progress.next_chunk < len(job.chunks):
@@ -232,7 +232,7 @@ class UpdateWorker:
             progress.next_chunk += 1
         if progress.next_chunk == len(job.chunks):
             job.finish(self._store)
-            self._store.trim_heap_if_grown()  # optimizers make temporaries
+            self._store.trim_heap_if_grown()  # optimizers allocate temporaries
             with self._changed:
                 if self._jobs:
                     self._jobs.popleft()

@@ -1,4 +1,4 @@
-"""Lets torch functions use parameters tile by tile where that can be done, and find them whole elsewhere."""
+"""Makes torch functions use tiled parameters tile by tile where possible, and materialized elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attach_tiles(
     *,
     lazy_logits: bool,
 ) -> None:
-    """`tiled`: weights that have tiles, and whether they make logits. `lazy_logits`: logits need not be whole."""
+    """`tiled`: weights with tiles, and whether they produce logits. `lazy_logits`: logits may stay unmaterialized."""
     for whole, makes_logits in tiled.items():
         unsharder.access.sources.serve(whole.unit, materializer)
         make = make_logits if makes_logits and lazy_logits else None

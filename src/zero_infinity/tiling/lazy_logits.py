@@ -1,14 +1,14 @@
-"""Logits over a vocabulary that are never whole, when all that is done with them is a cross-entropy.
+"""Logits over a vocabulary that are never materialized if only a cross-entropy is computed from them.
 
-Where a tiled linear layer makes logits (as many features as an embedding has words), training gets a `LazyLogits`: a
-tensor that knows its shape, and from what it would be computed. `F.cross_entropy` (and so `nn.CrossEntropyLoss`, and
-the losses of transformers) then goes over the tiles: logits of one tile at a time, a running maximum and sum of
-exponentials, and in backward the same tiles once more. What keeps rows as they are (`view`, `reshape`, `flatten`,
-`contiguous`, slices of positions, `float()`) stays lazy. Anything else computes the logits, all of them, and goes on as
-if they had been there.
+Where a tiled linear layer produces logits (as many features as an embedding has words), training gets a `LazyLogits`: a
+tensor that knows its shape and what it would be computed from. `F.cross_entropy` (and so `nn.CrossEntropyLoss`, and the
+losses of transformers) then iterates over the tiles: logits of one tile at a time, a running maximum and sum of
+exponentials, and in backward the same tiles again. Operations that keep rows intact (`view`, `reshape`, `flatten`,
+`contiguous`, slices of positions, `float()`) stay lazy. Any other operation computes all logits and then continues as
+usual.
 
-That may be too late: logits that are first looked at after the weight was changed by an update cannot be computed any
-more. That is an error, never a wrong number.
+That can come too late: logits that are first used after the weight was updated can no longer be computed. That is an
+error, never a wrong number.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from zero_infinity.tiling.tiled_ops import (
 
 
 class Projection:
-    """A weight, and its bias, at the time of a forward."""
+    """A weight and its bias at the time of a forward."""
 
     __slots__ = ("bias", "bias_value", "use", "versions")
 
     def __init__(self, use: TiledWeight, bias: torch.Tensor | None) -> None:
         self.use = use
-        self.bias = bias  # where its gradient goes
-        self.bias_value = bias.detach().clone() if bias is not None else None  # it is offloaded after the forward
+        self.bias = bias  # receives the gradient
+        self.bias_value = bias.detach().clone() if bias is not None else None  # the bias is offloaded after the forward
         self.versions = [tile.version for tile in use.tiles]
 
     def check(self) -> None:
-        """Raise when the weight is not the one of the forward any more."""
+        """Raise if the weight has changed since the forward."""
         if [tile.version for tile in self.use.tiles] != self.versions:
             raise UsageError(
-                f"logits of {self.use.whole.name!r} are looked at after its weight was updated: they were not computed "
-                "in forward, because their layer is used in tiles, and cannot be any more\n"
-                "  fix:   look at logits before loss.backward(), or set a larger tile_above in zi.Config"
+                f"logits of {self.use.whole.name!r} are first used after its weight was updated: their layer is tiled, "
+                "so they were not computed in forward, and can no longer be computed\n"
+                "  fix:   use logits before loss.backward(), or set a larger tile_above in zi.Config"
             )
 
 
@@ -85,17 +85,17 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Below autograd there is no way to compute them: only their shape is of use there."""
+        """Below autograd they cannot be computed: only their shape is usable there."""
         if func is torch.ops.aten.detach.default:
             return _wrap(args[0].shape, args[0].dtype, args[0].device)
         raise UsageError(
-            f"{func} got logits that are not computed, past the function that would have done so\n"
-            "  fix:   give it logits.clone(), or set a larger tile_above in zi.Config"
+            f"{func} got lazy logits, bypassing the torch function that would have computed them\n"
+            "  fix:   pass logits.clone(), or set a larger tile_above in zi.Config"
         )
 
 
 def make_logits(use: TiledWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In place of a linear layer."""
+    """Replaces a linear layer."""
     return _lazy(x, Projection(use, bias), x.dtype)
 
 
@@ -112,7 +112,7 @@ def _wrap(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 class _Lazy(torch.autograd.Function):
-    """Makes lazy logits; gradients that come to them anyhow are those of the linear layer."""
+    """Makes lazy logits; gradients that reach them are those of the linear layer."""
 
     @staticmethod
     def forward(
@@ -130,7 +130,7 @@ class _Lazy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # No handles: logits that somebody still has would keep every update waiting. So the versions are compared.
+        # No handles: logits that are still referenced would delay every update. So the versions are compared.
         ctx.projection.check()
         use, (hidden,) = ctx.projection.use, ctx.saved_tensors
         return (*linear_backward(ctx, use, Saved(use), hidden, gradient.to(hidden.dtype)), None, None)
@@ -153,7 +153,7 @@ class _Compute(torch.autograd.Function):
 
 
 def compute(lazy: LazyLogits) -> torch.Tensor:
-    """The logits, as the linear layer would have made them."""
+    """Return the logits as the linear layer would have computed them."""
     if lazy.whole is None:
         lazy.projection.check()
         with torch.enable_grad():
@@ -162,7 +162,7 @@ def compute(lazy: LazyLogits) -> torch.Tensor:
 
 
 def _computed(value: Any) -> Any:
-    """The same, with logits where lazy ones were."""
+    """Return the same value with lazy logits computed."""
     if isinstance(value, LazyLogits):
         return compute(value)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -239,14 +239,14 @@ class _CrossEntropy(torch.autograd.Function):
 def _logits(
     hidden: torch.Tensor, projection: Projection, tile: ManagedParameter, dtype: torch.dtype, weight: torch.Tensor
 ) -> torch.Tensor:
-    """One tile's logits, as a loss would see them (`dtype`), to compute with."""
+    """Return one tile's logits in the dtype that the loss sees (`dtype`)."""
     out = hidden.new_empty(len(hidden), tile.shape[0])
     linear(hidden, projection.bias_value, tile, out, weight)
     return out.to(dtype).to(torch.promote_types(dtype, torch.float32))
 
 
 def _of_tile(target: torch.Tensor, ignored: torch.Tensor, tile: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows whose class is a tile's, and which of its classes."""
+    """Return the rows whose class is in the tile, and the index of that class in the tile."""
     own = columns(tile)
     places = ((target >= own.start) & (target < own.stop) & ~ignored).nonzero().squeeze(1)
     return places, target[places] - tile.first_row
@@ -288,7 +288,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------------- what keeps rows as they are
+# ---------------------------------------------------------------------- operations that keep rows intact
 
 
 def _view(lazy: LazyLogits, *shape: Any) -> Any:
@@ -308,7 +308,7 @@ def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _slice(lazy: LazyLogits, index: Any) -> Any:
-    """Positions: `logits[:, :-1]`, `logits[..., :-1, :]`."""
+    """Slices of positions: `logits[:, :-1]`, `logits[..., :-1, :]`."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice | int | types.EllipsisType) and not isinstance(part, bool) for part in parts):
         return NotImplemented

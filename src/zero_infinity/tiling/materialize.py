@@ -1,11 +1,11 @@
-"""A parameter that lives in tiles, put together for who needs it whole.
+"""Materializes a tiled parameter for code that needs it whole, and writes user changes back to its tiles.
 
-The ordinary use of such a parameter never needs this: it is for code that looks at a weight (a norm, `zi.gathered`, a
-copy) or uses it in a way that tiles do not serve. It takes room for all of it at once, which is lent by the cache of
-blocks for as long as a tensor over it lives; when there is not as much, that is said, with both numbers.
+The ordinary use of a tiled parameter does not need this: it is for code that reads the weight (a norm, `zi.gathered`, a
+copy) or uses it in an operation that has no tiled form. It needs memory for the whole parameter, which the block cache
+lends while a tensor over it is alive; if there is too little, the error gives both numbers.
 
-What is put together is a copy. When the user may have written to it, through `.data` or a view, it is kept until the
-next use of a tile, and goes back into the tiles before that.
+A materialized parameter is a copy. If the user may have written to it, through `.data` or a view, it is kept until the
+next use of a tile and written back to the tiles before that.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from zero_infinity.units import format_bytes, suggest_bytes
 
 
 class Lender(Protocol):
-    """Whose room is used."""
+    """Whose budget is used."""
 
     def lend(self, num_bytes: int) -> bool:
-        """Do with that much less from now on; False, and nothing changes, when that cannot be."""
+        """Reduce its budget by `num_bytes`; returns False and changes nothing if that is not possible."""
 
     def take_back(self, num_bytes: int) -> None: ...
 
 
 class Materializer:
-    """The source of units that have no block: their tiles have."""
+    """The source of units whose values are in their tiles' blocks."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Materializer:
         self._access = access
         self._lender = lender
         self._allocate = allocate
-        self._spare = spare  # is used before anything is lent
+        self._spare = spare  # used before anything is borrowed
         self._budget = budget
-        self._lent: list[tuple[DeviceMemory, int, int]] = []  # each with what is spare and what is lent of it
-        self._made_of: dict[Unit, list[int]] = {}  # the states of its tiles when a unit was put together
-        self._written: dict[Unit, torch.Tensor] = {}  # what the user may write to
+        self._lent: list[tuple[DeviceMemory, int, int]] = []  # with the spare and the lent bytes of each
+        self._made_of: dict[Unit, list[int]] = {}  # the states of its tiles when a unit was materialized
+        self._written: dict[Unit, torch.Tensor] = {}  # copies that the user may write to
 
     # ------------------------------------------------------------------ the source of a unit
 
@@ -70,10 +70,10 @@ class Materializer:
         return self._made_of.get(unit) == _states(unit.parameters[0])
 
     def pin(self, unit: Unit) -> None:
-        """What refers to it keeps it."""
+        """Nothing to do: references keep it in memory."""
 
     def unpin(self, unit: Unit) -> None:
-        """What refers to it keeps it."""
+        """Nothing to do: references keep it in memory."""
 
     def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         for tile in parameter.tiles:
@@ -84,14 +84,14 @@ class Materializer:
         if flat is not None:
             self._written[unit] = flat
 
-    def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - what is put together is a copy
+    def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - materialized values are a copy
         return False
 
     def updated(self, unit: Unit) -> None:
-        """An update of a tile was submitted: what was written to the whole counts before it."""
+        """An update of a tile was submitted: user changes of the whole are applied before it."""
         self.settle(unit)
 
-    def end_cycle(self, *, same_order: bool) -> None:  # noqa: ARG002 - there is no order in this
+    def end_cycle(self, *, same_order: bool) -> None:  # noqa: ARG002 - it has no recorded order
         self._collect()
 
     def write_home(self) -> None:
@@ -99,7 +99,7 @@ class Materializer:
             self.settle(unit)
 
     def settle(self, unit: Unit) -> None:
-        """Let the tiles have what may have been written to the whole. Before any use of a tile."""
+        """Write possible user changes of the whole to the tiles. Called before any use of a tile."""
         flat = self._written.pop(unit, None)
         if flat is not None:
             parameter = unit.parameters[0]
@@ -107,36 +107,36 @@ class Materializer:
                 tile.state.edit()
             with torch.no_grad():
                 self.keep(parameter, flat)
-            # Who holds a tensor over the old copy can write to it again, and will not be heard.
+            # Later writes through a tensor over the old copy are not detected.
             unit.state.forget_acquired()
         self._collect()
 
-    # ------------------------------------------------------------------ room
+    # ------------------------------------------------------------------ memory
 
     def _take(self, unit: Unit) -> DeviceMemory:
         self._collect()
         num_bytes = round_up(unit.num_elements * unit.compute_dtype.itemsize)
         spare = min(num_bytes, max(0, self._spare.num_bytes))
         lent = num_bytes - spare
-        # One tile at a time has to be there to be copied.
-        beside = max(round_up(tile.unit.stored_bytes) for tile in unit.parameters[0].tiles)
-        if lent and not self._lender.lend(lent + beside):
+        # One tile at a time must be in memory to be copied.
+        tile_bytes = max(round_up(tile.unit.stored_bytes) for tile in unit.parameters[0].tiles)
+        if lent and not self._lender.lend(lent + tile_bytes):
             raise CapacityError(
                 f"{unit.parameters[0].name!r} is used in {len(unit.parameters[0].tiles)} tiles, but needed whole here: "
-                f"that takes {format_bytes(num_bytes)}, which memory of {format_bytes(self._budget)} has not room for "
-                "beside what is in use\n"
-                f"  fix:   memory={suggest_bytes(self._budget + lent)}, or use it by its layer alone "
-                "(model.state_dict() and load_state_dict() need no such room)"
+                f"that takes {format_bytes(num_bytes)}, and memory of {format_bytes(self._budget)} has no room for it "
+                "next to what is in use\n"
+                f"  fix:   memory={suggest_bytes(self._budget + lent)}, or use it only through its layer "
+                "(model.state_dict() and load_state_dict() do not need that)"
             )
         if lent:
-            self._lender.take_back(beside)
+            self._lender.take_back(tile_bytes)
         self._spare.num_bytes -= spare
         memory = self._allocate(num_bytes)
         self._lent.append((memory, spare, lent))
         return memory
 
     def _collect(self) -> None:
-        """Give back the room of copies that nobody refers to any more."""
+        """Return the memory of copies that are no longer referenced."""
         alive = []
         for memory, spare, lent in self._lent:
             if memory.leases:
@@ -149,14 +149,14 @@ class Materializer:
 
 
 def rows_of(tile: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
-    """A tile's part of the elements of the whole, in its shape."""
+    """Return a tile's part of the elements of the whole, in its shape."""
     if tile.whole is None:
-        raise RuntimeError(f"{tile.name!r} is no tile")
+        raise RuntimeError(f"{tile.name!r} is not a tile")
     return tile.rows_of(tile.whole.of(flat))
 
 
 def write(access: UnitAccess, tile: ManagedParameter, value: torch.Tensor) -> None:
-    """Store another value of a tile."""
+    """Store a new value of a tile."""
     flat = access.acquire(tile.unit)
     tile.of(flat).copy_(value)
     access.sources.of(tile.unit).keep(tile, flat)

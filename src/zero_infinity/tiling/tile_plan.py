@@ -1,12 +1,12 @@
-"""Memory-centric tiling: which parameters are used in parts, and how they are cut.
+"""Memory-centric tiling: decides which parameters are split into tiles, and how.
 
-A layer larger than memory is a sequence of smaller ones that is mathematically the same: its weight is cut into tiles
-of rows, and each is fetched, used and let go before the next, in forward and in backward. A tile is an ordinary unit
-with an ordinary record of optimizer state. The user's parameter stays one parameter, with its name and shape: who needs
-it whole finds it put together (`tiling/materialize.py`); torch functions that can do with tiles get them
+A layer larger than memory is computed as a mathematically equivalent sequence of smaller ones: its weight is split into
+tiles of rows, and each is fetched, used and released before the next, in forward and in backward. A tile is an ordinary
+unit with an ordinary optimizer state record. The user's parameter stays one parameter, with its name and shape: it is
+materialized for code that needs it whole (`tiling/materialize.py`), and torch functions that support tiles use them
 (`tiling/tiled_ops.py`).
 
-Only matrices are cut whose layer is known to do with tiles: `nn.Linear`, `nn.Embedding`, and `Conv1D` of transformers.
+Only matrices of layers that support tiles are split: `nn.Linear`, `nn.Embedding`, and transformers' `Conv1D`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from zero_infinity.units import format_bytes, suggest_bytes
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What is cut, and how small."""
+    """Which parameters are split, and how small the tiles are."""
 
-    above: int  # bytes of a parameter and its gradient: what takes more is cut into tiles that do not
-    is_default: bool = False  # nobody has set it: a row that takes more is a tile all the same
+    above: int  # bytes of a parameter and its gradient; larger ones are split into tiles of at most this
+    is_default: bool = False  # not set by the user: a larger row still becomes a tile
 
     @classmethod
     def by_default(cls, memory: int) -> Tiling:
         return cls(default_tile_bytes(memory), is_default=True)
 
     def rows(self, name: str, shape: torch.Size, precision: Precision) -> int | None:
-        """Rows of a tile of this parameter; None when it stays whole."""
+        """Return the rows per tile of this parameter; None if it stays whole."""
         row_bytes = shape[1:].numel() * (precision.stored.itemsize + precision.optimized.itemsize)
         if shape[0] * row_bytes > self.above and row_bytes > self.above and not self.is_default:
             raise ConfigError(
@@ -56,9 +56,9 @@ class Tiling:
 
 
 def find_tileable(model: nn.Module) -> dict[nn.Parameter, bool]:
-    """The weights that can be used in tiles; and whether logits over a vocabulary are made with one."""
+    """Return the weights that support tiles, and whether each produces logits over a vocabulary."""
     found: dict[nn.Parameter, bool] = {}
-    # Tables of positions are embeddings, too: words are those of which there are most.
+    # Position tables are embeddings too: the largest embedding is the vocabulary.
     num_words = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     for module in model.modules():
         weight = own_parameters(module).get("weight")
@@ -69,12 +69,12 @@ def find_tileable(model: nn.Module) -> dict[nn.Parameter, bool]:
 
 
 def is_tileable(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Whether this weight of this module can be used in tiles."""
+    """True if this weight of this module can be used in tiles."""
     return _does_with_tiles(module) and _may_be_cut(weight)
 
 
 def check_room_to_cut(wholes: Iterable[ManagedParameter], cache: int, memory: int) -> None:
-    """Raise when a parameter that `zi.init` has put in other blocks cannot be read from there to be cut."""
+    """Raise if a parameter that `zi.init` stored in other blocks cannot be read from there to be split."""
     for whole in wholes:
         built: ManagedParameter | None = whole.parameter.__dict__.get(ATTRIBUTE)
         if built is None or built is whole:
@@ -84,8 +84,8 @@ def check_room_to_cut(wholes: Iterable[ManagedParameter], cache: int, memory: in
         if old.home is Home.NVME and needed > cache:
             raise CapacityError(
                 f"{whole.name!r} was built by zi.init in {_number(built)}, and takes {format_bytes(needed)} with its "
-                f"first tile to be cut into {len(whole.tiles)}, but of memory {format_bytes(memory)} there are "
-                f"{format_bytes(cache)} for that\n  fix:   memory={suggest_bytes(memory + needed - cache)}, or "
+                f"first tile to be split into {len(whole.tiles)}, but of memory {format_bytes(memory)} only "
+                f"{format_bytes(cache)} can be used\n  fix:   memory={suggest_bytes(memory + needed - cache)}, or "
                 "tile_above= in zi.Config, or build the model without zi.init"
             )
 
@@ -95,18 +95,18 @@ def _number(built: ManagedParameter) -> str:
 
 
 def _does_with_tiles(module: nn.Module) -> bool:
-    """Whether its forward is one operation with the weight that can be done in tiles, and nobody has changed that."""
+    """True if its forward is a single operation that supports tiles and is not overridden."""
     forward = type(module).forward
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return False
-    # Attention takes the weight of its output projection and does not call the layer.
+    # nn.MultiheadAttention uses its output projection's weight without calling the layer.
     if forward is nn.Linear.forward:
         return not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if forward is nn.Embedding.forward:
-        # An embedding that is being built does not know of the last yet.
+        # `sparse` is not set yet while an embedding is being constructed.
         is_sparse = module.__dict__.get("sparse", False)
         return isinstance(module, nn.Embedding) and module.max_norm is None and not is_sparse
-    transformers = sys.modules.get("transformers.pytorch_utils")  # it takes seconds to import, and need not be there
+    transformers = sys.modules.get("transformers.pytorch_utils")  # slow to import, and may not be installed
     return transformers is not None and forward is transformers.Conv1D.forward
 
 
@@ -137,7 +137,7 @@ def cut(
     numbers: Iterator[int],
     sharding: Sharding,
 ) -> ManagedParameter:
-    """The parameter with its tiles of `num_rows` rows each, all in units of their own."""
+    """Return the parameter with tiles of `num_rows` rows each, all in separate units."""
 
     def managed(name: str, tensor: torch.Tensor, number: int, sharding: Sharding) -> ManagedParameter:
         unit = make_unit(

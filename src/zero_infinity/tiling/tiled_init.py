@@ -1,12 +1,12 @@
-"""Changes of a weight in tiles that need one tile at a time: those by which layers are initialised.
+"""In-place changes of a tiled weight, one tile at a time: those that initialise layers.
 
-`zi.init` cuts a layer that is larger than memory before anything is in it, and its values come by `nn.init`. They are
-those of a plain construction: torch draws random numbers one element after the other, so that drawing them in parts
-gives the same ones, if the parts are chosen well. On a CPU normal numbers are made in groups of 16, and of a tensor
-whose size is no multiple of that the last 16 are drawn twice. So parts are multiples of 16, and the last has no fewer.
+`zi.init` splits a layer that is larger than memory before it has values, and `nn.init` then fills it. The values are
+those of a plain construction: torch draws random numbers element by element, so drawing them in parts gives the same
+numbers, provided the parts are chosen well. On a CPU normal numbers are drawn in groups of 16, and the last 16 of a
+tensor whose size is not a multiple of 16 are drawn twice. So parts are multiples of 16, and the last has at least 16.
 
-What cannot be done in parts is left to who has the whole: `orthogonal_`, and `trunc_normal_`, which draws all values
-again as long as one of them is outside of its bounds.
+Functions that cannot be done in parts use the materialized weight: `orthogonal_`, and `trunc_normal_`, which redraws
+all values as long as one of them is out of bounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from zero_infinity.params.unit import ManagedParameter
 
 _GROUP = 16  # normal numbers
-_AT_ONCE = 1 << 16  # elements that are drawn at once, and the size of a tensor beside the tile
+_AT_ONCE = 1 << 16  # elements drawn at once: the size of the extra tensor
 
 
 class Editable(Protocol):
@@ -32,7 +32,7 @@ class Editable(Protocol):
     def parameter(self) -> nn.Parameter: ...
 
     def edit(self, work: Callable[[ManagedParameter, torch.Tensor], object]) -> None:
-        """Let `work` change each tile's values, in order."""
+        """Call `work` to change each tile's values, in order."""
 
 
 def _parts(num_elements: int) -> Iterator[int]:
@@ -70,14 +70,14 @@ def _each(func: Callable[..., torch.Tensor], use: Editable, target: Any, *args: 
 
 
 def _may_change(use: Editable, target: Any, others: tuple[Any, ...]) -> bool:
-    """Whether it is a change of the weight by numbers alone, on the CPU: other devices draw in another order."""
+    """True if the weight is changed using only numbers, on the CPU: other devices draw in another order."""
     if target is not use.parameter or torch.is_grad_enabled() or target.device.type != "cpu":
         return False
     return not any(isinstance(other, torch.Tensor) for other in others)
 
 
 class _StandIn:
-    """What functions of `nn.init` see of the weight, that would hand a tensor of ours back to us for ever."""
+    """Replaces the weight in functions of `nn.init`, where the weight itself would cause infinite recursion."""
 
     def __init__(self, use: Editable) -> None:
         self._use = use
@@ -108,13 +108,13 @@ _EDITS: dict[Callable[..., Any], Callable[..., Any]] = {
         for func in (torch.Tensor.fill_, torch.Tensor.zero_, torch.Tensor.mul_, torch.Tensor.div_)
     },
 }
-# Functions of `nn.init` that ask the tensor's class; others call methods of the tensor. By name: transformers puts
-# functions of its own in their place while it initialises a model.
+# Functions of `nn.init` that check the tensor's class; the others call methods of the tensor. By name, because
+# transformers replaces these functions while it initialises a model.
 _INITIALISING = ("uniform_", "normal_", "constant_", "kaiming_uniform_")
 
 
 def edit_by(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What does the same as `func` tile by tile."""
+    """Return the tile-by-tile equivalent of `func`."""
     if isinstance(func, types.FunctionType) and func.__name__ in _INITIALISING:
         return partial(_initialised, func)
     return _EDITS.get(func)

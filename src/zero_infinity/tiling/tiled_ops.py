@@ -1,14 +1,14 @@
-"""The torch functions that use a parameter tile by tile, forward and backward.
+"""Torch functions that use a parameter tile by tile, forward and backward.
 
-`F.linear`, `F.embedding` and `torch.addmm` (which is what `Conv1D` of transformers does) fetch a tile, use it and let
-it go before the next. Nothing of the weight is saved for backward: it fetches the tiles again, last first, since the
-last one used is the likeliest to be still there, and gives each gradient of a tile away as soon as it is made.
+`F.linear`, `F.embedding` and `torch.addmm` (used by transformers' `Conv1D`) fetch a tile, use it and release it before
+the next. No part of the weight is saved for backward: backward fetches the tiles again in reverse order, because the
+last one used is most likely still in memory, and passes on each tile's gradient as soon as it is computed.
 
-Against the same functions on the whole weight, a row of tiles is exact up to the order of sums:
+Compared with the same functions on the whole weight, tiles are exact up to the order of sums:
 
-- every element of a linear layer's output, of an embedding's, and of the gradients of both weights is the same sum in
+- every element of the outputs of linear layers and embeddings, and of the gradients of both weights, is the same sum in
   the same order: bit-identical as long as the matrix kernels compute a part as they compute the whole;
-- a linear layer's input gradient, and Conv1D's output, are sums over tiles.
+- the input gradient of a linear layer and the output of Conv1D are sums over tiles.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Result = TypeVar("Result")
 
 
 class TileGradientTaker(Protocol):
-    """Who takes gradients of tiles."""
+    """Takes gradients of tiles."""
 
     def on_tile_gradient(self, tile: ManagedParameter, gradient: torch.Tensor) -> None: ...
 
 
 class MakeLogits(Protocol):
-    """Makes logits that are never whole, in place of a linear layer."""
+    """Makes lazy logits in place of a linear layer."""
 
     def __call__(self, use: TiledWeight, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor: ...
 
 
 class TiledWeight:
-    """One parameter with its tiles, as torch functions see it."""
+    """One parameter with its tiles, as torch functions use it."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TiledWeight:
         self._access = unsharder.access
         self._materializer = materializer
         self.trainer = trainer  # None before `prepare`
-        # In place of a linear layer, when its outputs are logits over a vocabulary: `tiling/lazy_logits.py`.
+        # Replaces a linear layer whose outputs are logits over a vocabulary: `tiling/lazy_logits.py`.
         self.make_logits = make_logits
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -80,15 +80,15 @@ class TiledWeight:
         return self.whole.tiles
 
     def handles(self) -> list[SavedHandle | None]:
-        """What autograd is to hold in the place of the tiles' values."""
+        """Return what autograd holds instead of the tiles' values."""
         return [SavedHandle(tile, tile.shape, tile.stride, 0) for tile in self.tiles]
 
     def with_tile(
         self, tile: ManagedParameter, work: Callable[[torch.Tensor], Result], handle: SavedHandle | None = None
     ) -> Result:
-        """What `work` makes of a tile's values: now, or (with a handle) when that was made, or an error.
+        """Return `work` of a tile's values: the current ones, or (with a handle) the saved ones, or raise.
 
-        A function of its own, so that no local variable refers to them when the next tile is fetched.
+        A separate function, so that no local variable refers to the values when the next tile is fetched.
         """
         source = self._access.sources.of(tile.unit)
         with held():
@@ -104,7 +104,7 @@ class TiledWeight:
             source.unpin(tile.unit)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Some of its values, in memory of their own."""
+        """Return some of its rows, in separate memory."""
         shape = (last - first, *self.whole.shape[1:])
         copied = torch.empty(shape, dtype=self.whole.unit.compute_dtype, device=self.whole.cell.device)
         with torch.no_grad():
@@ -116,7 +116,7 @@ class TiledWeight:
         return copied
 
     def row(self, number: int) -> torch.Tensor:
-        """One row as it is: who writes to it writes to the weight."""
+        """Return one row as a view: writing to it changes the weight."""
         tile = next(tile for tile in reversed(self.tiles) if tile.first_row <= number)
         with held():
             self._materializer.settle(self.whole.unit)
@@ -125,11 +125,11 @@ class TiledWeight:
         return row
 
     def is_copying(self) -> bool:
-        """Whether a state_dict is being made."""
+        """True while a state_dict is being made."""
         return self._unsharder.owner.parameter_store.state_dicts.is_open
 
     def edit(self, work: Callable[[ManagedParameter, torch.Tensor], object]) -> None:
-        """Let `work` change each tile's values, in order."""
+        """Call `work` to change each tile's values, in order."""
         with held(), ordinary_tensors(), torch.no_grad():
             self._materializer.settle(self.whole.unit)
             for tile in self.tiles:
@@ -143,7 +143,7 @@ class TiledWeight:
 
 
 class Saved:
-    """Handles of tiles in a graph, which go when the graph may: after the backward that does not keep it."""
+    """Handles of tiles in a graph, released after a backward that does not retain the graph."""
 
     def __init__(self, use: TiledWeight) -> None:
         self._use = use
@@ -160,7 +160,7 @@ class Saved:
 
 
 class WeightGradient:
-    """Where the gradient of a tiled weight goes: to the update, tile by tile; or whole to who asked autograd for it."""
+    """Destination of a tiled weight's gradient: tile by tile to the update, or whole to `torch.autograd.grad`."""
 
     def __init__(self, use: TiledWeight, ctx: Any) -> None:
         self._use = use
@@ -183,12 +183,12 @@ class WeightGradient:
         tile.rows_of(self._whole).copy_(gradient)
 
     def result(self) -> torch.Tensor | None:
-        """What autograd is to be told."""
+        """Return the gradient for autograd."""
         return None if self._whole is None else self._whole.to(self._use.parameter.dtype)
 
 
 def columns(tile: ManagedParameter) -> slice:
-    """The features that a tile's rows stand for."""
+    """Return the features that correspond to a tile's rows."""
     return slice(tile.first_row, tile.first_row + tile.shape[0])
 
 
@@ -218,7 +218,7 @@ class TiledLinear(torch.autograd.Function):
 def linear_backward(
     ctx: Any, use: TiledWeight, saved: Saved, x: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of input, weight and bias: the first three arguments of a function."""
+    """Return the gradients of input, weight and bias: the first three arguments of a function."""
     rows = x.reshape(-1, x.shape[-1])
     of_out = gradient.reshape(-1, gradient.shape[-1])
     of_weight = WeightGradient(use, ctx)
@@ -264,7 +264,7 @@ class TiledConv1D(torch.autograd.Function):
 
 
 class TiledEmbedding(torch.autograd.Function):
-    """`F.embedding`: the rows of a tile are words. All tiles are fetched: an order that repeats is fetched ahead."""
+    """`F.embedding`: the rows of a tile are words. Fetches all tiles: only a repeating order is prefetched."""
 
     @staticmethod
     def forward(
@@ -304,7 +304,7 @@ class TiledEmbedding(torch.autograd.Function):
 def linear(
     rows: torch.Tensor, bias: torch.Tensor | None, tile: ManagedParameter, out: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """One tile's outputs."""
+    """Return one tile's outputs."""
     transposed = weight.to(rows.dtype).t()
     if bias is None:
         torch.mm(rows, transposed, out=out)
@@ -322,13 +322,13 @@ def _copy_rows(into: torch.Tensor, rows: slice, values: torch.Tensor) -> None:
 
 
 def _inside(words: torch.Tensor, tile: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which words are a tile's, and which of its rows they are."""
+    """Return which words are in a tile, and their rows in it."""
     own = columns(tile)
     places = ((words >= own.start) & (words < own.stop)).nonzero().squeeze(1)
     return places, words.index_select(0, places) - tile.first_row
 
 
-# ---------------------------------------------------------------------- what is called instead
+# ---------------------------------------------------------------------- replacements of torch functions
 
 
 def _linear(use: TiledWeight, input: Any, weight: Any, bias: Any = None) -> Any:
@@ -336,7 +336,7 @@ def _linear(use: TiledWeight, input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     x, bias, was_cast = _as_autocast(input, bias)
     if not was_cast and x.dtype != use.whole.unit.compute_dtype:
-        return NotImplemented  # torch has its own words for it
+        return NotImplemented  # let torch raise its own error
     with torch.autocast(x.device.type, enabled=False):
         if use.make_logits is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return use.make_logits(use, x, bias)
@@ -374,7 +374,7 @@ def _detach(use: TiledWeight, _: Any) -> Any:
 
 
 def _getitem(use: TiledWeight, target: Any, index: Any) -> Any:
-    """A row, while the model is built: that of an embedding's padding is set to zero."""
+    """Return a row while the model is built: an embedding sets its padding row to zero."""
     if target is not use.parameter or type(index) is not int or use.trainer is not None or torch.is_grad_enabled():
         return NotImplemented
     num_rows = use.whole.shape[0]
@@ -382,7 +382,7 @@ def _getitem(use: TiledWeight, target: Any, index: Any) -> Any:
 
 
 def _copy(use: TiledWeight, target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001
-    """`load_state_dict`: no need to have the old values, let alone all of them."""
+    """`load_state_dict`: the old values are not needed."""
     if target is not use.parameter or torch.is_grad_enabled() or not _is_ordinary(source):
         return NotImplemented
     values = source.expand(use.whole.shape)
@@ -395,7 +395,7 @@ def _is_ordinary(tensor: Any) -> bool:
 
 
 def _as_autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """As autocast would give them to the operation."""
+    """Return the arguments as autocast would pass them to the operation."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype is torch.float64:
         return x, bias, False

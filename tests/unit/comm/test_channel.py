@@ -40,12 +40,12 @@ class Known:
         """Nobody reads it."""
 
 
-@pytest.mark.parametrize("has_parted", [False, True])
-def test_a_rank_that_parted_is_not_said_to_be_lost(has_parted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_PARTED_SECONDS", 0.01)
+@pytest.mark.parametrize("has_diverged", [False, True])
+def test_a_rank_that_diverged_is_not_said_to_be_lost(has_diverged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_DIVERGENCE_SECONDS", 0.01)
     known = Known()
     channel, other = (Channel(cast(GroupConnections, Broken()), Traffic(), known) for _ in range(2))
-    if has_parted:
-        known.divergences[other] = DivergenceError("ranks have parted")
-    with pytest.raises(DivergenceError if has_parted else LostRankError):
+    if has_diverged:
+        known.divergences[other] = DivergenceError("ranks diverged")
+    with pytest.raises(DivergenceError if has_diverged else LostRankError):
         channel.agree(Topic("step", 1, "the step"))

@@ -51,7 +51,7 @@ def test_positions_matter(model: ByteGPT) -> None:
 
 def test_shorter_inputs_are_fine_and_longer_ones_an_error(model: ByteGPT) -> None:
     assert model(tokens(2, 5)).shape == (2, 5, 256)
-    with pytest.raises(UsageError, match="17 tokens were given, but the model has positions for 16"):
+    with pytest.raises(UsageError, match="got 17 tokens, but the model has positions for 16"):
         model(tokens(1, 17))
 
 

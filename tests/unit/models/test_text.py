@@ -135,7 +135,7 @@ def test_no_text_is_an_error_that_says_where(tmp_path: Path) -> None:
         collect([tmp_path / "missing"])
     with pytest.raises(ConfigError, match=f"there is no text in {tmp_path}"):
         collect([tmp_path])
-    with pytest.raises(ConfigError, match="/dev/null is no file and no folder"):
+    with pytest.raises(ConfigError, match="/dev/null is neither a file nor a folder"):
         collect([Path("/dev/null")])
 
 
