@@ -95,7 +95,7 @@ def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
     drive = measure_drive(directories, num_bytes)
     import torch
 
-    from zero_infinity.cli.engine_cost import block_cpu_seconds
+    from zero_infinity.cli.bench_hardware_engine_cost import block_cpu_seconds
 
     return HardwareFigures(
         flops=_flops(torch),

@@ -1,7 +1,7 @@
 """`zero-infinity bench io DIR`: how fast swap space in a directory is, and how close to fio that comes.
 
 Owns the choice of settings, the rounds and the report. One transfer pattern with one setting is measured by
-`storage/io_speed.py`, and fio is run by `cli/fio.py`.
+`storage/io_speed.py`, and fio is run by `cli/bench_io_fio.py`.
 
 Drives and shared machines vary by tens of percent from one second to the next, so the comparison is made in turn
 (ours, fio, ours, fio, ...), on the same file, and by the median of the rounds.
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.cli import fio
+from zero_infinity.cli import bench_io_fio as fio
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory

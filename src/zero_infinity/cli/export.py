@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from zero_infinity.checkpoint.export import export_checkpoint
-    from zero_infinity.cli.progress import choose
+    from zero_infinity.cli.progress_display import choose
 
     start = time.perf_counter()
     dtype = getattr(torch, args.dtype) if args.dtype else None

@@ -104,7 +104,7 @@ def model_of(args: argparse.Namespace) -> ModelShape:
                 "--model has its own shape\n  fix:   leave out --layers, --hidden, --heads and --vocabulary"
             )
         if args.model.endswith(".json") or Path(args.model).is_dir():
-            from zero_infinity.cli.config_model import from_config
+            from zero_infinity.cli.hugging_face_shape import from_config
 
             return from_config(Path(args.model), args.seq)
         return models.known(args.model, args.seq)

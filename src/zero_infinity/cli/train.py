@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from zero_infinity.cli import signals
-from zero_infinity.cli.progress import NoProgress, Progress, choose
+from zero_infinity.cli.progress_display import Progress, choose
 from zero_infinity.cli.ranks import Ranks, joined, speaks
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.presets import PRESETS, Shape, preset
 
 if TYPE_CHECKING:
-    from zero_infinity.cli.checkpoints import SaveOptions
-    from zero_infinity.cli.training_loop import TrainJob
+    from zero_infinity.cli.train_checkpoints import SaveOptions
+    from zero_infinity.cli.train_loop import TrainJob
 
 DEFAULT_PRESET = "25M"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         with ExitStack() as stack:
             with ranks.agreed("the settings"):
                 model = _model(args)
-                from zero_infinity.cli.checkpoints import options_of
+                from zero_infinity.cli.train_checkpoints import options_of
 
                 save = options_of(
                     args.save,
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
                 )
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
-            from zero_infinity.cli.training_loop import train
+            from zero_infinity.cli.train_loop import train
 
             summary = train(_job(args, model, save), config, watch, _progress(args, ranks), ranks)
         if ranks.rank == 0:
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _progress(args: argparse.Namespace, ranks: Ranks) -> Progress:
     if ranks.rank:
-        return NoProgress()
+        return Progress()
     return choose(as_json=args.json, every=args.log_every or max(1, args.steps // 20))
 
 
@@ -183,7 +183,7 @@ def _alike(args: argparse.Namespace, config: Config) -> str:
 
 
 def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> TrainJob:
-    from zero_infinity.cli.training_loop import TrainJob
+    from zero_infinity.cli.train_loop import TrainJob
 
     return TrainJob(
         model=model,

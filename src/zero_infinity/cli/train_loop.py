@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_infinity import api
-from zero_infinity.cli import config_model
-from zero_infinity.cli.checkpoints import Checkpoints, SaveOptions
-from zero_infinity.cli.progress import Progress, Step
+from zero_infinity.cli import hugging_face_shape
+from zero_infinity.cli.progress_display import Progress, Step
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.cli.signals import SignalWatch
-from zero_infinity.cli.summary import RankFigures, Summary, figures_of, summarize
+from zero_infinity.cli.train_checkpoints import Checkpoints, SaveOptions
+from zero_infinity.cli.train_summary import RankFigures, Summary, figures_of, summarize
 from zero_infinity.config import Config
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
@@ -194,7 +194,7 @@ def _workload(job: TrainJob) -> _Workload:
         shape = job.model
         return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
     config = hugging_face.read_config(job.model)
-    config_model.check(config)
+    hugging_face_shape.check(config)
     limit = config.max_seq
     seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
     if limit is not None and seq > limit:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_infinity import api
 from zero_infinity.checkpoint.atomic_save import CheckpointDraft
 from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
-from zero_infinity.cli.progress import Progress
+from zero_infinity.cli.progress_display import Progress
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.text import ByteBatches
