@@ -70,13 +70,13 @@ def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
     default = SINGLE if hardware.device is None else MIXED
     if args.interval > 1 and args.placement == HomeRule.ENGINE:
         raise ConfigError(
-            f"--interval {args.interval} is the paper's way: one checkpoint for several blocks. The engine recomputes "
-            "each block on its own\n"
+            f"--interval {args.interval} needs --placement paper: the engine checkpoints every block, not every "
+            f"{args.interval} blocks\n"
             "  fix:   --interval 1 (checkpoint_activations=True) or 0, or --placement paper"
         )
     if args.offload_activations and not args.interval:
         raise ConfigError(
-            "--offload-activations moves activation checkpoints, and --interval 0 has none\n"
+            "--offload-activations needs activation checkpoints, but --interval is 0\n"
             "  fix:   --interval 1, or leave out --offload-activations"
         )
     return TrainingJob(
