@@ -84,7 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix != ".toml":
         raise ConfigError(
-            f"--output {args.output}: the name of a profile must end in .toml\n"
+            f"--output {args.output}: a profile's name ends in .toml\n"
             f"  fix:   --output {args.output.with_suffix('.toml')}"
         )
     num_bytes = parse_bytes(args.size) // REQUEST_BYTES * REQUEST_BYTES

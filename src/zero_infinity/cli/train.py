@@ -92,8 +92,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ):
         model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, instead of the preset's")
     model.add_argument("--tied", action="store_true", help="share the embedding's weight with the output head")
-    model.add_argument("--hf", type=Path, metavar="CONFIG_JSON", help="causal language model of a Hugging Face config")
-    model.add_argument("--pretrained", type=Path, metavar="DIR", help="Hugging Face folder: config and weights")
+    model.add_argument(
+        "--hf", type=Path, metavar="CONFIG_JSON", help="Hugging Face config of a causal model, random weights"
+    )
+    model.add_argument(
+        "--pretrained", type=Path, metavar="DIR", help="Hugging Face folder of a causal model, its weights"
+    )
 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
