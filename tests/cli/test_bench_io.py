@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero_infinity.cli import bench_io
-from zero_infinity.cli.fio import FioSetting
+from zero_infinity.cli.bench_io_fio import FioSetting
 from zero_infinity.cli.main import main
 
 
@@ -112,4 +112,4 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "io", "--help"]) == 0
-    assert "example: zero-infinity bench io /mnt/nvme" in capsys.readouterr().out
+    assert "examples:\n  zero-infinity bench io /mnt/nvme" in capsys.readouterr().out

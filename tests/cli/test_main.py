@@ -44,6 +44,13 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line in output for line in COMMANDS.values())
 
 
+@pytest.mark.parametrize("words", [*([name] for name in COMMANDS), ["bench", "io"], ["bench", "hardware"]])
+def test_the_help_of_every_command_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    _, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    assert f"  zero-infinity {' '.join(words)} " in examples
+
+
 def test_help_imports_neither_torch_nor_a_command() -> None:
     code = (
         "import sys; from zero_infinity.cli.main import main; main(['--help']); "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import signal
@@ -13,31 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from zero_infinity import Config, StorageError
-from zero_infinity.cli import training_loop
+from zero_infinity.cli import train_loop
 from zero_infinity.cli.main import main
-from zero_infinity.cli.progress import JsonProgress, PlainProgress, Step, TerminalProgress, choose
-from zero_infinity.cli.signals import SignalWatch, watched
-from zero_infinity.cli.summary import Summary
 from zero_infinity.models.text import ByteBatches
 
 TINY = ["--layers", "6", "--hidden", "64", "--heads", "2", "--seq", "32", "--batch", "8", "--warmup", "2"]
 TIGHT = ["--memory", "768KiB"]
-STEP = Step(
-    step=3,
-    steps=20,
-    loss=2.5,
-    seconds=0.5,
-    tokens_per_second=1234.5,
-    memory_held=3 << 20,
-    memory_budget=4 << 20,
-    read_bytes_per_second=2.1e9,
-    write_bytes_per_second=1.2e9,
-    wait_fraction=0.034,
-    seconds_left=125.0,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -257,15 +239,15 @@ def test_an_error_in_the_middle_leaves_nothing(
 
 
 def test_a_loss_that_is_no_number_stops(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_loop, "_workload", _diverging(training_loop._workload))
+    monkeypatch.setattr(train_loop, "_workload", _diverging(train_loop._workload))
     assert main(["train", *TINY, "--steps", "5", "--nvme", "none"]) == 2
     assert "the loss is nan at step 1: training has diverged\n  fix:   --lr 0.0001" in capsys.readouterr().err
 
 
 def _diverging(make: Any) -> Any:
-    def replaced(job: training_loop.TrainJob) -> Any:
+    def replaced(job: train_loop.TrainJob) -> Any:
         workload = make(job)
-        return training_loop._Workload(workload.build, lambda *args: workload.loss(*args) * float("nan"), workload.seq)
+        return train_loop._Workload(workload.build, lambda *args: workload.loss(*args) * float("nan"), workload.seq)
 
     return replaced
 
@@ -295,7 +277,7 @@ def test_a_signal_before_the_first_step_ends_at_once(
         assert len(os.listdir(here)) == 1
         signal.raise_signal(number)
 
-    monkeypatch.setattr(training_loop, "build_context", interrupted)
+    monkeypatch.setattr(train_loop, "build_context", interrupted)
     if number == signal.SIGINT:
         assert main(["train", *TINY]) == code
     else:
@@ -303,20 +285,6 @@ def test_a_signal_before_the_first_step_ends_at_once(
             main(["train", *TINY])
         assert stop.value.code == code
     assert os.listdir(here) == []
-
-
-def test_a_second_signal_does_not_wait_for_the_step() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with watched() as interruption:
-        with interruption.deferred():
-            signal.raise_signal(signal.SIGTERM)
-            assert (interruption.requested, interruption.exit_code) == (True, 143)
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert SignalWatch().exit_code == 0
 
 
 def test_help_has_an_example_and_imports_no_torch() -> None:
@@ -327,51 +295,6 @@ def test_help_has_an_example_and_imports_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0
     assert "zero-infinity train --preset 125M --memory 256MiB" in result.stdout
-
-
-def test_a_terminal_gets_a_bar_and_a_table() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    progress = choose(as_json=False, every=1, make_console=lambda: console)
-    assert isinstance(progress, TerminalProgress)
-    with progress.live():
-        progress.show(STEP)
-    summary = Summary(
-        steps=20,
-        parameters=25_000_000,
-        first_loss=5.5,
-        last_loss=2.5,
-        recent_loss=2.6,
-        tokens_per_second=500,
-        seconds=40,
-        state_bytes=300 << 20,
-        memory_budget=48 << 20,
-        memory_peak=47 << 20,
-        process_peak=700 << 20,
-        wait_seconds=1,
-        read_bytes_per_step=300e6,
-        write_bytes_per_step=300e6,
-        read_bytes=int(6e9),
-        write_bytes=int(6e9),
-        interrupted_by=None,
-    )
-    summary.print(console)
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in (
-        "step 3/20",
-        "━",
-        "2.10 / 1.20 GB/s",
-        "3.0 MiB of 4.0 MiB",
-        "3%",
-        "2 m 05 s",
-        "6.2 x the memory budget",
-    ):
-        assert part in output
-    assert "2M steps use it up" in output
-
-
-def test_elsewhere_plain_or_json() -> None:
-    assert isinstance(choose(as_json=False, every=1, make_console=lambda: Console(file=io.StringIO())), PlainProgress)
-    assert isinstance(choose(as_json=True, every=1), JsonProgress)
 
 
 def test_a_trace_and_its_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

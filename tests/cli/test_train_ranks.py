@@ -210,7 +210,7 @@ def test_torchrun(here: Path) -> None:
     assert [row.split("  ")[0] for row in rows][-4:] == [
         "ranks",
         "on each rank",
-        "parameter gather a step",
-        "gradient sum a step",
+        "parameter gather per step",
+        "gradient sum per step",
     ]
     assert sorted(os.listdir(here)) == ["swap", "text"]

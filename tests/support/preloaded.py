@@ -15,7 +15,7 @@ import support.rank_command
 import support.rank_faults
 import support.tensor_parallel
 import zero_infinity.api
-import zero_infinity.cli.training_loop
+import zero_infinity.cli.train_loop
 
 # No collection in a child looks at what is here: that would copy every page of it.
 gc.collect()

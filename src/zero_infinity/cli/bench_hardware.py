@@ -1,7 +1,7 @@
-"""`zero-infinity bench hardware`: this machine as a profile for `plan` and `simulate`.
+"""`zero-infinity bench hardware`: measures this machine into a profile for `plan` and `simulate`.
 
-Owns what is measured for which figure, and the profile's text. Each measurement is the best of a few short ones: a
-profile says what the machine can do, and what others do on it at the moment is not the machine.
+Owns the measurements and the profile's text. Each figure is the best of a few short measurements: a profile describes
+the machine, not its current load.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ _COPY_BYTES = 256 * _MIB
 _UPDATE_ELEMENTS = 8 << 20
 _UPDATE_BYTES_PER_ELEMENT = 28  # float32: value, gradient, momentum, variance read; all but the gradient written
 
-_EPILOG = "example: zero-infinity bench hardware /mnt/nvme -o this-machine.toml"
+_EPILOG = """\
+examples:
+  zero-infinity bench hardware /mnt/nvme -o this-machine.toml
+  zero-infinity plan --hardware this-machine.toml --model gpt3-1.3b
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareFigures:
-    """What was measured: operations and bytes a second, seconds, bytes."""
+    """The measurements: operations and bytes per second, seconds, bytes."""
 
     flops: float
     update_rate: float
@@ -48,8 +52,8 @@ class HardwareFigures:
     drive_read: float
     drive_write: float
     drive_latency: float
-    drive_cpu: float  # seconds a byte
-    block_cpu: float  # seconds a block, of the engine's own work
+    drive_cpu: float  # seconds per byte
+    block_cpu: float  # seconds per block, the engine's own work
     memory: int
     drive_space: int
     num_cores: int
@@ -57,23 +61,35 @@ class HardwareFigures:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "hardware", help="measure this machine into a profile for plan and simulate", epilog=_EPILOG
+        "hardware",
+        help="measure this machine into a profile for plan and simulate",
+        description="Measure computation, memory, drives and the engine's own cost, and write them as a profile for "
+        "plan and simulate.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directories", metavar="DIR", nargs="+", help="where nvme= will point; several are striped")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the profile, a .toml file (default: print it)"
+        "directories", metavar="DIR", nargs="+", help="directory for swap space, as in nvme=; several are striped"
     )
-    parser.add_argument("--size", default="512MiB", metavar="SIZE", help="how much the drive moves (default 512MiB)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="profile to write, a .toml file (default: print it)"
+    )
+    parser.add_argument(
+        "--size", default="512MiB", metavar="SIZE", help="bytes read and written per run (default 512MiB)"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix != ".toml":
-        raise ConfigError(f"--output {args.output}: a profile's name ends in .toml, or plan would not know it for one")
+        raise ConfigError(
+            f"--output {args.output}: a profile's name ends in .toml\n"
+            f"  fix:   --output {args.output.with_suffix('.toml')}"
+        )
     num_bytes = parse_bytes(args.size) // REQUEST_BYTES * REQUEST_BYTES
     if num_bytes < 2 * REQUEST_BYTES:
-        raise ConfigError(f"--size {args.size} is too small to measure; give 32MiB or more")
+        raise ConfigError(f"--size {args.size} is too small to measure\n  fix:   --size 32MiB or more")
     figures = take_figures(args.directories, num_bytes)
     text = profile_text(figures, platform.node() or "this machine", datetime.now(UTC).strftime("%Y-%m-%d"))
     hardware.parse(text, "measured")
@@ -95,7 +111,7 @@ def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
     drive = measure_drive(directories, num_bytes)
     import torch
 
-    from zero_infinity.cli.engine_cost import block_cpu_seconds
+    from zero_infinity.cli.bench_hardware_engine_cost import block_cpu_seconds
 
     return HardwareFigures(
         flops=_flops(torch),
@@ -114,7 +130,7 @@ def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
 
 @dataclass(frozen=True, slots=True)
 class DriveSpeed:
-    """Swap space as the engine uses it: bytes a second, seconds of one small read, CPU seconds a byte."""
+    """Swap space as the engine uses it: bytes per second, seconds per small read, CPU seconds per byte."""
 
     read: float
     write: float
@@ -130,7 +146,7 @@ def measure_drive(directories: list[str], num_bytes: int) -> DriveSpeed:
         device.extend(num_bytes)
         engine = IOEngine(device, num_threads, request_bytes)
         try:
-            # Only what was written can be read from the drive.
+            # Blocks must be written before they can be read from the drive.
             measure(engine, memory, IOWorkload.WRITE, request_bytes, amount)
             return measure(engine, memory, workload, request_bytes, amount)
         finally:
@@ -167,14 +183,14 @@ def _flops(torch: ModuleType) -> float:
 
 
 def copy_rate(torch: ModuleType) -> float:
-    """Bytes a second, read and written together."""
+    """Bytes per second, read and written together."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / _best_seconds(lambda: target.copy_(source))
 
 
 def _update_rate(torch: ModuleType) -> float:
-    """Bytes a second that a fused AdamW moves."""
+    """Bytes per second that a fused AdamW moves."""
     parameter = torch.nn.Parameter(torch.zeros(_UPDATE_ELEMENTS))
     parameter.grad = torch.ones(_UPDATE_ELEMENTS)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -197,7 +213,7 @@ description = "{figures.num_cores} cores, measured {date}; the CPU computes"
 devices_per_node = {{ value = 1, source = "definition" }}
 flops = {figure(figures.flops, f"float32 matmul of {_MATMUL_SIZE} x {_MATMUL_SIZE}; small layers get less")}
 update_rate = {figure(figures.update_rate, "fused AdamW in float32, bytes read and written")}
-block_cpu_seconds = {figure(figures.block_cpu, "the engine's own work on a block, in steps of a small model")}
+block_cpu_seconds = {figure(figures.block_cpu, "the engine's own work per block, in steps of a small model")}
 
 [[tiers]]
 name = "RAM"
@@ -217,5 +233,5 @@ cpu_seconds_per_byte = {figure(figures.drive_cpu, "of this process while it tran
 
 
 def _plain(text: str) -> str:
-    """As it can stand between quotes in TOML."""
+    """`text` without characters that would need escaping in TOML."""
     return "".join(character for character in text if character.isprintable() and character not in '"\\')

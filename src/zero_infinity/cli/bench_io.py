@@ -1,10 +1,10 @@
-"""`zero-infinity bench io DIR`: how fast swap space in a directory is, and how close to fio that comes.
+"""`zero-infinity bench io DIR`: bandwidth of swap space in a directory, compared with fio.
 
-Owns the choice of settings, the rounds and the report. One transfer pattern with one setting is measured by
-`storage/io_speed.py`, and fio is run by `cli/fio.py`.
+Owns the settings, the rounds and the report. `storage/io_speed.py` measures one transfer pattern with one setting, and
+`bench_io_fio.py` runs fio.
 
-Drives and shared machines vary by tens of percent from one second to the next, so the comparison is made in turn
-(ours, fio, ours, fio, ...), on the same file, and by the median of the rounds.
+Drives and shared machines vary by tens of percent from one second to the next, so the runs are interleaved (ours, fio,
+ours, fio, ...) on the same file, and medians are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.cli import fio
+from zero_infinity.cli import bench_io_fio as fio
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
@@ -39,7 +39,13 @@ _NUM_ROUNDS = 5
 _MEMORY_BYTES = 128 * _MIB
 
 _SPEED_HEADINGS = ("GB/s", "cores", "p50", "p99")
-_EXAMPLE = "example: zero-infinity bench io /mnt/nvme --size 4GiB"
+_EPILOG = """\
+examples:
+  zero-infinity bench io /mnt/nvme
+  zero-infinity bench io /mnt/a /mnt/b --size 4GiB --json
+
+With fio in PATH and one directory, the engine's transfers are also compared with fio's best setting.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class IOSetting:
 
 @dataclass(frozen=True, slots=True)
 class FioComparison:
-    """Ours with the engine's own setting against the best that fio reaches; medians of the rounds."""
+    """The engine's default setting against fio's best setting; medians of the rounds."""
 
     workload: IOWorkload
     ours: IOSpeed
@@ -64,10 +70,10 @@ class FioComparison:
 
 
 class _BenchFile(FileDevice):
-    """Swap space that outlives the engines that are measured on it, one after the other."""
+    """Swap space that several I/O engines use one after the other."""
 
     def close(self) -> None:
-        """Not with an engine: see `remove`."""
+        """Do nothing when an engine closes: see `remove`."""
 
     def remove(self) -> None:
         super().close()
@@ -75,10 +81,17 @@ class _BenchFile(FileDevice):
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "io", help="read, write and mixed bandwidth of swap space in a directory", epilog=_EXAMPLE
+        "io",
+        help="read, write and mixed bandwidth of swap space in a directory",
+        description="Measure read, write and mixed bandwidth of swap space, by request size and number of threads. "
+        "The files have no name and are gone afterwards.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directories", metavar="DIR", nargs="+", help="where the swap space goes; several are striped")
-    parser.add_argument("--size", default="2GiB", metavar="SIZE", help="how much is moved each time (default 2GiB)")
+    parser.add_argument(
+        "directories", metavar="DIR", nargs="+", help="directory for swap space, as in nvme=; several are striped"
+    )
+    parser.add_argument("--size", default="2GiB", metavar="SIZE", help="bytes moved per measurement (default 2GiB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -86,7 +99,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     num_bytes = parse_bytes(args.size) // _MIB * _MIB
     if num_bytes < 2 * _MIB:
-        raise ConfigError(f"--size {args.size} is too small to measure; give 2MiB or more (2GiB for steady figures)")
+        raise ConfigError(
+            f"--size {args.size} is too small to measure\n  fix:   --size 2MiB or more (2GiB for stable figures)"
+        )
     device = _BenchFile(args.directories)
     try:
         device.extend(num_bytes)
@@ -130,14 +145,14 @@ def _sweep(
 
 
 def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> list[FioComparison]:
-    """Against fio, where it is there and can do the same: it has no stripes like ours."""
+    """Compare with fio, if it is installed; it cannot stripe over directories as we do."""
     executable = fio.find()
     settings = [setting for setting in _FIO_SETTINGS if setting.request_bytes * setting.depth <= num_bytes]
     if executable is None:
         say("no comparison: fio is not in PATH")
         return []
     if len(device.descriptors) > 1 or not settings:
-        say("no comparison: " + ("the size is too small" if not settings else "fio cannot stripe as we do"))
+        say("no comparison: " + ("the size is too small" if not settings else "fio cannot stripe over directories"))
         return []
 
     def run_fio(workload: IOWorkload, setting: fio.FioSetting) -> IOSpeed:
@@ -146,13 +161,13 @@ def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callab
     comparisons: list[FioComparison] = []
     try:
         for workload in (IOWorkload.READ, IOWorkload.WRITE):
-            say(f"fio, {workload.value}: looking for its best setting")
+            say(f"fio, {workload.value}: finding its best setting")
             best = max(settings, key=lambda setting: run_fio(workload, setting).bytes_per_second)
             own = IOSetting(workload, min(REQUEST_BYTES, num_bytes), NUM_THREADS)
             ours: list[IOSpeed] = []
             theirs: list[IOSpeed] = []
             for index in range(_NUM_ROUNDS):
-                say(f"ours and fio in turn, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
+                say(f"ours and fio interleaved, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
                 ours.append(_measure(device, memory, own, num_bytes))
                 theirs.append(run_fio(workload, best))
             comparisons.append(FioComparison(workload, _median(ours), _median(theirs), best))
@@ -181,7 +196,7 @@ def _best(sweep: dict[IOSetting, IOSpeed], workload: IOWorkload) -> IOSetting:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: one changing line on a terminal, plain lines elsewhere."""
+    """Shows the current measurement on stderr: a status line on a terminal, plain lines elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
@@ -244,7 +259,11 @@ def _print_tables(
     if not comparisons:
         return
     table = Table(
-        "workload", "who", *_SPEED_HEADINGS, "ratio", title=f"in turn with fio: medians of {_NUM_ROUNDS} rounds"
+        "workload",
+        "who",
+        *_SPEED_HEADINGS,
+        "ratio",
+        title=f"compared with fio, interleaved: medians of {_NUM_ROUNDS} rounds",
     )
     for comparison in comparisons:
         ours = f"ours, {format_bytes(REQUEST_BYTES)} x {NUM_THREADS}"

@@ -1,8 +1,8 @@
-"""`zero-infinity doctor`: is this machine fit for training, and if not, what to do about it.
+"""`zero-infinity doctor`: checks whether this machine is ready for training, with a remedy for each problem.
 
-Owns the checks and their remedies. Every check looks at one thing, takes well under a second and changes nothing:
-the one file that is written, to try direct I/O, has no name and vanishes when it is closed. It measures no
-bandwidth; `zero-infinity bench` does.
+Owns the checks and their remedies. Each check looks at one thing, takes well under a second and changes nothing: the
+file that is written to test direct I/O has no name and is gone when it is closed. Bandwidth is measured by
+`zero-infinity bench`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ examples:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row: what was looked at, what was found, and what to do if it is not ok."""
+    """One row: what was checked, what was found, and the remedy if it is not ok."""
 
     name: str
     value: str
@@ -66,12 +66,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine: direct I/O, memory, limits, 16-bit speed",
-        description="Check whether this machine, and the drive under DIR, are fit for training. Exit code 1 if not.",
+        description="Check whether this machine and the drive of DIR are ready for training. Exit code 1 if not.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "directory", metavar="DIR", nargs="?", type=Path, default=Path(), help="where nvme= would point (default: .)"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        help="directory for swap space, as in nvme= (default: .)",
     )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(run=run)
@@ -109,7 +114,7 @@ def _table(checks: list[Check]) -> Table:
 def _check_kernel() -> Check:
     value = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform != "linux":
-        return Check("kernel", value, "fail", "direct I/O and huge pages need Linux")
+        return Check("kernel", value, "fail", "use Linux: direct I/O and huge pages need it")
     return Check("kernel", value)
 
 
@@ -118,10 +123,10 @@ def _check_python() -> Check:
 
 
 def _check_torch() -> Iterator[Check]:
-    """torch, and what only torch can tell: the accelerator, threads and the speed of 16-bit arithmetic."""
+    """torch, and what only torch knows: accelerator, threads and the speed of 16-bit arithmetic."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of torch's is missing
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
         yield Check("torch", f"not importable: {error}", "fail", "pip install torch")
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -129,7 +134,7 @@ def _check_torch() -> Iterator[Check]:
     wanted = ".".join(map(str, MIN_TORCH))
     yield Check("torch", torch.__version__, "fail" if old else "ok", f"pip install 'torch>={wanted}'" if old else "")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    yield Check("accelerator", str(accelerator) if accelerator else "none: the CPU computes")
+    yield Check("accelerator", str(accelerator) if accelerator else "none: computes on the CPU")
     yield _check_threads(len(os.sched_getaffinity(0)), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
     yield _check_half_precision(torch)
 
@@ -137,7 +142,7 @@ def _check_torch() -> Iterator[Check]:
 def _check_threads(num_cores: int, num_threads: int, setting: str | None) -> Check:
     value = f"{num_cores} cores, {num_threads} torch threads, OMP_NUM_THREADS={setting or 'unset'}"
     if num_threads > num_cores:
-        return Check("threads", value, "warn", f"export OMP_NUM_THREADS={num_cores}: more threads than cores wait")
+        return Check("threads", value, "warn", f"export OMP_NUM_THREADS={num_cores}: there are more threads than cores")
     if setting is not None and 2 * num_threads <= num_cores:
         remedy = f"export OMP_NUM_THREADS={num_cores} (divided by the ranks): cores are idle; torchrun sets it to 1"
         return Check("threads", value, "warn", remedy)
@@ -148,13 +153,13 @@ def _check_half_precision(torch: ModuleType) -> Check:
     single, brain, half = (_gigaflops(torch, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
     value = f"float32 {single:,.1f}, bfloat16 {brain:,.1f}, float16 {half:,.1f} GFLOP/s"
     if brain < single / 2:
-        remedy = 'compute_dtype="float32" on the CPU; param_dtype="bfloat16" still halves what is stored and sent'
+        remedy = 'compute_dtype="float32" on the CPU; param_dtype="bfloat16" still halves storage and traffic'
         return Check("CPU matmul", value, "warn", remedy)
     return Check("CPU matmul", value)
 
 
 def _gigaflops(torch: ModuleType, dtype: object) -> float:
-    """Speed of a matmul of `dtype`: the best within 0.02 s, or of one run."""
+    """Speed of a matmul in `dtype`: the best run within 0.02 s."""
     matrix = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
     torch.mm(matrix, matrix)  # the first call sets up threads and kernels: 10 ms and more
     times: list[float] = []
@@ -167,7 +172,7 @@ def _gigaflops(torch: ModuleType, dtype: object) -> float:
 
 def _check_transformers() -> Check:
     try:
-        # The metadata, because importing it takes seconds.
+        # From the metadata: importing it takes seconds.
         return Check("transformers", importlib.metadata.version("transformers"))
     except importlib.metadata.PackageNotFoundError:
         return Check("transformers", "not installed", "warn", "pip install transformers, to train its models")
@@ -177,7 +182,7 @@ def _check_memory() -> Iterator[Check]:
     memory = host_memory()
     low = memory.available < LOW_MEMORY
     value = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
-    yield Check("memory", value, "warn" if low else "ok", "end what else is running" if low else "")
+    yield Check("memory", value, "warn" if low else "ok", "stop other programs" if low else "")
     yield Check("cgroup limit", "none" if memory.limit is None else format_bytes(memory.limit))
 
 
@@ -185,22 +190,22 @@ def _check_memlock() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("locked memory", "unlimited")
-    return Check("locked memory", f"at most {format_bytes(soft)} (swap buffers are not locked: no harm)")
+    return Check("locked memory", f"at most {format_bytes(soft)} (swap buffers are not locked, so this is fine)")
 
 
 def _check_huge_pages(setting: Path) -> Check:
     try:
         words = setting.read_text(encoding="ascii").split()
     except OSError:
-        return Check("huge pages", "not in this kernel", "warn", "nothing to do; transfers cost more CPU time")
+        return Check("huge pages", "not in this kernel", "warn", "none; transfers take more CPU time")
     active = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
     if active in ("always", "madvise"):
         return Check("huge pages", active)
-    return Check("huge pages", active, "warn", f"echo madvise > {setting} (as root): transfers cost less CPU time")
+    return Check("huge pages", active, "warn", f"echo madvise > {setting} (as root): transfers take less CPU time")
 
 
 def _check_directory(directory: Path) -> Iterator[Check]:
-    """The directory's file system; only the reason when it cannot be used at all."""
+    """The directory and its file system; only the reason if it cannot be used."""
     path = directory.expanduser().absolute()
     if not path.is_dir():
         remedy = "give a directory" if path.exists() else f"mkdir -p {path}, or mount the drive there"
@@ -215,14 +220,14 @@ def _check_directory(directory: Path) -> Iterator[Check]:
 def _check_file_system(path: Path) -> Check:
     kind = _file_system_type(path)
     if kind in MEMORY_FILE_SYSTEMS:
-        return Check("file system", kind, "warn", "a directory on a drive: this one is memory itself")
+        return Check("file system", kind, "warn", "use a directory on a drive: this one is in memory")
     if kind in REMOTE_FILE_SYSTEMS:
-        return Check("file system", kind, "warn", "a directory on a local drive (ext4, xfs) is faster")
+        return Check("file system", kind, "warn", "use a local drive (ext4, xfs): it is faster")
     return Check("file system", kind)
 
 
 def _file_system_type(path: Path) -> str:
-    """Type of the mount that `path` lies in: the last one listed of the longest mount points above it."""
+    """Type of the mount that contains `path`: the last one listed of the longest matching mount points."""
     resolved, best, kind = path.resolve(), -1, "unknown"
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
         _, mount_point, this_kind, *_ = line.split(" ")
@@ -255,13 +260,15 @@ def _check_direct_io(path: Path) -> Check:
     except OSError as error:
         return _direct_io_failure(path, error)
     if not same:
-        return Check("direct I/O", "other bytes came back than were written", "fail", "another drive; check this one")
+        return Check(
+            "direct I/O", "the bytes read differ from those written", "fail", "use another drive; check this one"
+        )
     return Check("direct I/O", "works")
 
 
 def _direct_io_failure(path: Path, error: OSError) -> Check:
-    if error.errno == errno.EINVAL:  # how the kernel says that the file system has none
-        remedy = "a directory on ext4, xfs or btrfs; here swap goes through the page cache, at one more copy"
+    if error.errno == errno.EINVAL:  # the file system does not support O_DIRECT
+        remedy = "use ext4, xfs or btrfs: here swap goes through the page cache, with one more copy"
         return Check("direct I/O", "not supported by this file system", "warn", remedy)
     remedies = {
         errno.EACCES: f"make {path} writable for this user",

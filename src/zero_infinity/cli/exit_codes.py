@@ -1,6 +1,6 @@
-"""How a command ends: its exit code, and what is said of an error.
+"""Exit codes of commands, and the text of an error.
 
-Exit codes: 0 done, 1 it failed, 2 a mistake in the command or the settings, 130 interrupted.
+0 success, 1 failure, 2 invalid command or settings, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from zero_infinity.errors import ConfigError, TornStepError, UsageError, ZeroInf
 
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
+EXIT_INTERRUPTED = 128 + 2  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 
 def exit_code(error: BaseException) -> int:
-    """The code of a command that `error` ended."""
+    """The exit code of a command that ended with `error`."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     if isinstance(error, KeyboardInterrupt):
@@ -25,10 +25,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: ZeroInfinityError | KeyboardInterrupt) -> str:
-    """What the user reads of it."""
+    """The text printed for `error`."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Whether the user can mend it by writing something else; a torn step is no one's mistake."""
+    """True if another command or setting fixes it; a torn step is not a user error."""
     return isinstance(error, ConfigError | UsageError) and not isinstance(error, TornStepError)

@@ -1,6 +1,6 @@
-"""`zero-infinity export CHECKPOINT DIR`: the weights of a checkpoint for everybody else.
+"""`zero-infinity export CHECKPOINT DIR`: writes the weights of a checkpoint as safetensors files.
 
-Imports no torch before the command runs, so that --help and a mistake in the options answer at once.
+torch is imported only when the command runs, so that --help and invalid options answer at once.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from zero_infinity.units import format_bytes
 DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\
 examples:
-  zero-infinity export checkpoints model              the latest checkpoint in the folder
+  zero-infinity export checkpoints model              the latest checkpoint
   zero-infinity export checkpoints/step-00000100 model --dtype bfloat16
 
-Neither a GPU nor the model's code is needed. AutoModelForCausalLM.from_pretrained("model") reads what is written, where
-the model was one of transformers'; safetensors.torch.load_file reads the weights of any.
+Neither a GPU nor the model's code is needed. If the model is one of transformers, load the result with
+AutoModelForCausalLM.from_pretrained("model"); for any model, use safetensors.torch.load_file.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="the weights of a checkpoint as a Hugging Face folder",
+        help="write the weights of a checkpoint as a Hugging Face folder",
         description="Write the weights of a checkpoint to a new folder, as safetensors files.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="what train --save or zi.save has written")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a folder that is not there yet, or is empty")
-    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights (default: as they were saved)")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="directory written by train --save or zi.save"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="new or empty directory")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point weights (default: as saved)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from zero_infinity.checkpoint.export import export_checkpoint
-    from zero_infinity.cli.progress import choose
+    from zero_infinity.cli.progress_display import choose
 
     start = time.perf_counter()
     dtype = getattr(torch, args.dtype) if args.dtype else None

@@ -1,8 +1,8 @@
 """The `zero-infinity` command: its subcommands, and how errors become exit codes.
 
 Each subcommand is a module of this package with `add_parser(subparsers)`, which adds its parser and sets the default
-`run`, a function from the parsed arguments to an exit code. Only the module of the given command is imported:
-`zero-infinity --help` answers from the table below, without torch.
+`run`, a function from the parsed arguments to an exit code. Only the module of the given command is imported;
+`zero-infinity --help` uses the table below and needs no torch.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ COMMANDS = {
     "train": "train a model whose states are larger than memory",
     "export": "write the weights of a checkpoint as a Hugging Face folder",
     "plan": "predict memory per tier and step time before training",
-    "simulate": "simulate a training step on other hardware",
-    "report": "make a page from a trace",
-    "bench": "measure this machine: drive bandwidth, a hardware profile",
+    "simulate": "simulate a training step on given hardware",
+    "report": "make an HTML page from a trace",
+    "bench": "measure this machine: drive bandwidth, hardware profile",
     "paper": "recompute the tables and figures of the ZeRO papers",
 }
 
 EPILOG = """\
 examples:
-  zero-infinity doctor /mnt/nvme      is this machine, with that drive, fit for training?
-  zero-infinity train --memory 64MiB  a model of 25M parameters (294 MiB of states), on Python's own source code
+  zero-infinity doctor /mnt/nvme      check this machine and that drive
+  zero-infinity train --memory 64MiB  train 25M parameters (294 MiB of states) on Python's own source code
+  zero-infinity bench io /mnt/nvme    measure the drive
   zero-infinity plan --model gpt3-13b --hardware rtx4090 --batch 4
-  zero-infinity bench io --help       how fast is the drive?
 
-`zero-infinity COMMAND --help` has the options of a command.
+Run `zero-infinity COMMAND --help` for the options of a command.
 """
 
 
@@ -47,20 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
     except (ZeroInfinityError, KeyboardInterrupt) as error:
-        if speaks():  # of several ranks on a machine, one prints an error that all of them have
+        if speaks():  # one rank per machine prints an error that all have
             print(describe(error), file=sys.stderr)
         return exit_code(error)
     except BrokenPipeError:
-        # Python flushes stdout once more on exit; without this it would complain about the same pipe there.
+        # Python flushes stdout again on exit, which would fail on the same pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     return code
 
 
 def _run(argv: list[str]) -> int:
-    # The top level has no option that takes a value, so the first word that is not an option is the command.
+    # No top-level option takes a value, so the first word that is not an option is the command.
     command = next((word for word in argv if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
         raise _unknown_command(command)
@@ -68,7 +68,7 @@ def _run(argv: list[str]) -> int:
     try:
         with _once():
             arguments = parser.parse_args(argv)
-    except SystemExit as stop:  # how argparse ends after --help, --version and a wrong argument
+    except SystemExit as stop:  # raised by argparse after --help, --version and invalid arguments
         return stop.code if isinstance(stop.code, int) else EXIT_MISTAKE
     if command is None:
         parser.print_help(sys.stderr)
@@ -77,7 +77,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Make a parser with all options of `command`, and only the names of the others."""
+    """A parser with all options of `command`, and only the names of the others."""
     parser = argparse.ArgumentParser(
         prog="zero-infinity",
         description="Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.",
@@ -103,7 +103,7 @@ def _unknown_command(command: str) -> ConfigError:
 
 @contextmanager
 def _once() -> Iterator[None]:
-    """Let one rank on this machine print what is the same for all of them."""
+    """Let only one rank per machine print what is the same for all of them."""
     if speaks():
         yield
         return

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     except CapacityError as error:
         found = alternatives(model, hardware, job, shorten=args.seq is not None)
         if args.nvme == "none" and works(model, profiles.load(args.hardware), job):
-            found.append("--nvme DIR: the drives that the machine has")
+            found.append("--nvme DIR: the drives of this hardware")
         tried = "".join(f"\n  works: {change}" for change in found) or "\n  works: nothing that was tried"
         raise CapacityError(f"{error}{tried}") from None
     settings = plan.settings
@@ -69,7 +69,7 @@ def _print(console: Console, plan: Plan, name: str, num_parameters: int, setting
     )
     console.print(_memory_table(plan))
     console.print(_bandwidth_table(plan.needs))
-    table = Table(show_header=False, title="a step", title_justify="left")
+    table = Table(show_header=False, title="step", title_justify="left")
     for label, value in _step_rows(plan):
         table.add_row(label, value)
     console.print(table)
@@ -83,7 +83,7 @@ def _print(console: Console, plan: Plan, name: str, num_parameters: int, setting
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table("tier", "holds", "bytes", "of", title="memory, of one device or one node", title_justify="left")
+    table = Table("tier", "holds", "bytes", "of", title="memory per device or node", title_justify="left")
     for use in plan.tiers:
         kinds = list(use.uses.items()) or [("nothing", 0)]
         for number, (kind, num_bytes) in enumerate(kinds):
@@ -99,12 +99,12 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _bandwidth_table(needs: tuple[BandwidthNeed, ...]) -> Table:
-    table = Table("data", "needed", "for", "had", "", "overlap", title="bandwidth", title_justify="left")
+    table = Table("data", "needed", "for", "available", "", "overlap", title="bandwidth", title_justify="left")
     for need in needs:
-        per = "in all" if need.aggregate else "a device"
+        per = "in total" if need.aggregate else "per device"
         has = "not used" if math.isinf(need.has) else format_rate(need.has)
-        verdict = "[green]enough[/]" if need.is_enough else "[yellow]less[/]"
-        overlap = "behind computing" if need.overlapped else "exposed"
+        verdict = "[green]enough[/]" if need.is_enough else "[yellow]too low[/]"
+        overlap = "overlapped" if need.overlapped else "exposed"
         needed = f"{format_rate(need.needed)} {per}"
         table.add_row(str(need.data), needed, f"{need.target:.0%} efficiency", has, verdict, overlap)
     return table
@@ -118,12 +118,12 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
         ("computing", f"{format_seconds(outcome.compute_seconds)}, {outcome.compute_seconds / outcome.seconds:.0%}"),
         ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.0%}"),
         ("tokens/s", f"{outcome.tokens_per_second:,.1f}"),
-        ("a device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
+        ("per device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
         ("bottleneck", outcome.bottleneck),
-        ("storage read", f"{format_bytes(outcome.read_bytes * plan.inputs.num_devices)} a node"),
-        ("storage written", f"{format_bytes(plan.written_per_node)} a node"),
+        ("storage read", f"{format_bytes(outcome.read_bytes * plan.inputs.num_devices)} per node"),
+        ("storage written", f"{format_bytes(plan.written_per_node)} per node"),
         ("drives last", "-" if life is None else f"{format_seconds(life)} of training"),
-        ("largest model", f"{format_count(plan.largest_model)} parameters, by states alone"),
+        ("largest model", f"{format_count(plan.largest_model)} parameters (states only)"),
     ]
     if outcome.engine_seconds:
         share = outcome.engine_seconds / outcome.seconds

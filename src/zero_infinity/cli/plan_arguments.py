@@ -70,13 +70,13 @@ def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
     default = SINGLE if hardware.device is None else MIXED
     if args.interval > 1 and args.placement == HomeRule.ENGINE:
         raise ConfigError(
-            f"--interval {args.interval} is the paper's way: one checkpoint for several blocks. The engine recomputes "
-            "each block on its own\n"
+            f"--interval {args.interval} needs --placement paper: the engine checkpoints every block, not every "
+            f"{args.interval} blocks\n"
             "  fix:   --interval 1 (checkpoint_activations=True) or 0, or --placement paper"
         )
     if args.offload_activations and not args.interval:
         raise ConfigError(
-            "--offload-activations moves activation checkpoints, and --interval 0 has none\n"
+            "--offload-activations needs activation checkpoints, but --interval is 0\n"
             "  fix:   --interval 1, or leave out --offload-activations"
         )
     return TrainingJob(
@@ -104,7 +104,7 @@ def model_of(args: argparse.Namespace) -> ModelShape:
                 "--model has its own shape\n  fix:   leave out --layers, --hidden, --heads and --vocabulary"
             )
         if args.model.endswith(".json") or Path(args.model).is_dir():
-            from zero_infinity.cli.config_model import from_config
+            from zero_infinity.cli.hugging_face_shape import from_config
 
             return from_config(Path(args.model), args.seq)
         return models.known(args.model, args.seq)

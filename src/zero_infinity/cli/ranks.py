@@ -1,10 +1,10 @@
-"""The ranks of a command that `torchrun` (or srun) has started: who is who, what they tell each other, how one leaves.
+"""Ranks of a command started by `torchrun` (or srun): joining them, exchanging figures, and ending after an error.
 
-A command that was started plainly is one rank, and nothing here costs it anything. Imports no torch before ranks are
-joined, so that a mistake in the options answers at once.
+Without a launcher there is one rank, at no cost. torch is imported only when ranks join, so that invalid options fail
+at once.
 
-A rank that fails must not wait for threads that wait for other ranks: it says why and ends its process at once. The
-broken connections tell the others.
+A rank that fails must not wait for threads that wait for other ranks: it prints the error and ends its process at
+once. The others see the broken connections.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from zero_infinity.comm.channel import Channel
     from zero_infinity.comm.process_group import RankGroup
 
-# How long the rank that keeps the ranks' common store stays, after it has failed, for others to read there.
+# How long rank 0 stays alive after it has failed: the others still read from its store.
 _STORE_SECONDS = 1.0
-# What init_process_group needs to know, in the environment.
+# Environment variables that init_process_group needs.
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What the launcher says of this process."""
+class LaunchedRank:
+    """This process as the launcher describes it in the environment."""
 
     rank: int
     num_ranks: int
@@ -43,15 +43,15 @@ class Start:
     node: int
 
     @classmethod
-    def from_environment(cls) -> Start | None:
-        """None: this is the only rank."""
+    def from_environment(cls) -> LaunchedRank | None:
+        """None if there is only one rank."""
         numbers = {name: _number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")}
         rank, num_ranks = numbers["RANK"], numbers["WORLD_SIZE"]
         if num_ranks is None or num_ranks <= 1:
             return None
         if rank is None:
             raise ConfigError(
-                f"WORLD_SIZE is {num_ranks} in the environment, but RANK is not there\n"
+                f"WORLD_SIZE is {num_ranks} in the environment, but RANK is not set\n"
                 "  fix:   start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
             )
         local = numbers["LOCAL_RANK"]
@@ -59,36 +59,36 @@ class Start:
 
 
 def speaks() -> bool:
-    """Whether this process says what all processes on its machine would say: mistakes in the command, warnings."""
+    """True if this process prints messages that are the same for all processes on its machine."""
     return (_number("WORLD_SIZE") or 1) <= 1 or not _number("LOCAL_RANK")
 
 
 class Ranks:
-    """This rank and the others: here, the only one."""
+    """The ranks of a run; this class is for a single one."""
 
     rank = 0
     num_ranks = 1
 
     def tell(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Tell the others these numbers, at the end of a step; returns everybody's, by rank."""
+        """All-gather numbers at the end of a step; returns a row for each rank."""
         return [list(numbers)]
 
     def tell_text(self, what: str, text: str) -> list[str]:  # noqa: ARG002 - nobody listens
-        """Likewise a text. Each `what` can be told once."""
+        """All-gather a text. Each `what` can be used once."""
         return [text]
 
     def agreed(self, phase: str) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody listens
-        """Go on after `phase` only when it went well on every rank."""
+        """A context that raises on all ranks if `phase` fails on one."""
         return nullcontext()
 
     def all_same(self, what: str, value: str, fix: str) -> None:
-        """Raise when ranks differ in `what`."""
+        """Raise if the ranks' values of `what` differ."""
 
 
 class SeveralRanks(Ranks):
-    """One of several."""
+    """One of several ranks."""
 
-    def __init__(self, start: Start, group: RankGroup) -> None:
+    def __init__(self, start: LaunchedRank, group: RankGroup) -> None:
         self.rank = start.rank
         self.num_ranks = start.num_ranks
         self._node = start.node
@@ -119,18 +119,18 @@ class SeveralRanks(Ranks):
         self._group.all_same(what, value, fix)
 
     def says(self, error: ZeroInfinityError | KeyboardInterrupt) -> bool:
-        """Whether it is for this rank to print `error`."""
+        """True if this rank should print `error`."""
         if isinstance(error, RankError) and error.failed_rank is not None:
             if self._nodes[error.failed_rank] == self._node:
-                return False  # it has said so itself, on the same screen
+                return False  # the failed rank prints it itself, on the same terminal
             topic = str(error.failed_rank)
         else:
-            # Those who lose a rank lose each other a moment later: the first to notice names the right one.
+            # Survivors of a lost rank lose each other a moment later: only the first to notice names the right one.
             topic = "lost" if isinstance(error, LostRankError) else describe(error)
         digest = hashlib.sha256(topic.encode()).hexdigest()[:16]
         try:
             return self._group.is_first_to(f"say/{self._node}/{digest}")
-        except RuntimeError:  # the store went with the rank that kept it
+        except RuntimeError:  # the store ended with rank 0
             return True
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class SeveralRanks(Ranks):
 
 @contextmanager
 def joined(timeout_seconds: float) -> Iterator[Ranks]:
-    """Inside, the ranks know each other. With several, an error in here ends the process."""
-    start = Start.from_environment()
+    """Join the ranks. With several, an error inside ends the process."""
+    start = LaunchedRank.from_environment()
     if start is None:
         yield Ranks()
         return
@@ -154,7 +154,7 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
         _leave(start, ranks, error)
 
 
-def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
+def _join(start: LaunchedRank, timeout_seconds: float) -> SeveralRanks:
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -165,8 +165,8 @@ def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
     missing = [name for name in _ADDRESS if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"there are {start.num_ranks} ranks, but {' and '.join(missing)} is not in the environment\n"
-            "  fix:   start with torchrun; or set it to the address (a free port) of the machine with rank 0"
+            f"there are {start.num_ranks} ranks, but {' and '.join(missing)} is not set in the environment\n"
+            "  fix:   start with torchrun, or set the address and a free port of the machine with rank 0"
         )
     backend = "gloo"
     if torch.accelerator.is_available():
@@ -177,8 +177,8 @@ def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
     try:
         timeout = timedelta(seconds=timeout_seconds)
         if os.environ.get("LOCAL_WORLD_SIZE") == str(start.num_ranks):
-            # torchrun keeps its store over restarts, where ranks find the addresses of those that are gone. Only on one
-            # machine is the number of restarts sure to be the same for all.
+            # torchrun keeps its store over restarts, with stale addresses of earlier ranks: each restart needs a prefix
+            # of its own. Only on a single machine is the number of restarts known to be the same for all ranks.
             store, _, _ = next(rendezvous("env://", start.rank, start.num_ranks, timeout=timeout))
             store.set_timeout(timeout)
             own = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -194,10 +194,10 @@ def _join(start: Start, timeout_seconds: float) -> SeveralRanks:
             raise
         where = ":".join(os.environ[name] for name in _ADDRESS)
         raise LostRankError(
-            f"the {start.num_ranks} ranks do not find each other at {where}\n"
+            f"the {start.num_ranks} ranks cannot connect at {where}\n"
             f"  why:   {str(error).splitlines()[0]}\n"
-            "  fix:   the same address on every machine, reachable from it; GLOO_SOCKET_IFNAME names the network "
-            "interface to use; as many processes as WORLD_SIZE says"
+            "  fix:   start WORLD_SIZE processes, each with the same MASTER_ADDR and MASTER_PORT; make it reachable; "
+            "set GLOO_SOCKET_IFNAME to choose the network interface"
         ) from error
 
 
@@ -207,8 +207,8 @@ def _part() -> None:
     dist.destroy_process_group()
 
 
-def _leave(start: Start, ranks: SeveralRanks | None, error: BaseException) -> None:
-    """Say what happened and end the process."""
+def _leave(start: LaunchedRank, ranks: SeveralRanks | None, error: BaseException) -> None:
+    """Print the error and end the process."""
     try:
         if isinstance(error, ZeroInfinityError | KeyboardInterrupt):
             if ranks is None or ranks.says(error):

@@ -1,4 +1,4 @@
-"""`zero-infinity report`: one self-contained page from a trace, of a real run or a simulated one."""
+"""`zero-infinity report`: a self-contained HTML page from the trace of a real or simulated run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "report",
-        help="a page to look at from a trace",
-        description="Draw a trace: lanes over time, memory against its budget, traffic by link, exposed waits by "
-        "module. The page loads nothing from anywhere.",
+        help="make an HTML page from a trace",
+        description="Make an HTML page from a trace: lanes over time, memory held against its budget, traffic by link\n"
+        "and exposed waits by module. The page is self-contained and needs no network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,9 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "trace",
         type=Path,
         metavar="TRACE",
-        help="Chrome trace JSON, as train, simulate or zi.Config(trace=...) write it",
+        help="Chrome trace written by train, simulate or zi.Config(trace=...)",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: the trace's name, .html)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write (default: TRACE with .html)")
     parser.add_argument("--json", action="store_true", help="print the page's numbers as JSON instead")
     parser.set_defaults(run=run)
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page with its data inside."""
+    """The page with its data embedded."""
     template = (resources.files(__package__) / "report.html").read_text(encoding="utf-8")
-    # In a script element only "</" could end it early; JSON may write it with an escaped slash.
+    # "</" could end the script element early; in JSON the slash may be escaped.
     return template.replace("__DATA__", json.dumps(data, ensure_ascii=False).replace("</", "<\\/"), 1)

@@ -1,7 +1,7 @@
-"""What the report page shows, worked out from a trace: lanes, memory, traffic and waits, as plain values.
+"""Computes the data of the report page from a trace: lanes, memory, traffic and waits.
 
-A page has some thousand pixels, a trace may have a million spans: neighbours of one kind that no pixel separates are
-merged, and of memory samples each pixel keeps the highest.
+A page has a few thousand pixels, a trace up to a million spans: adjacent spans of one category within a pixel are
+merged, and each pixel keeps the highest memory sample.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from zero_infinity.trace import COMPUTE, PHASES, WAIT, Category, MemorySample, Trace, TraceSpan
 
-_PIXELS = 4000  # in time: enough to zoom in a few times
+_PIXELS = 4000  # along the time axis: enough to zoom in a few times
 _MAX_WAITS = 20
-# Lanes in this order; others follow by their first span.
+# These lanes come first, in this order; others follow by their first span.
 _FIRST_LANES = (PHASES, COMPUTE, WAIT)
 
 
@@ -55,7 +55,7 @@ def _lanes(spans: list[TraceSpan], start: float, resolution: float) -> list[dict
 
 
 def _merged(spans: Iterable[TraceSpan], resolution: float) -> list[TraceSpan]:
-    """Short spans of one category that follow each other closely, as one."""
+    """Merge short adjacent spans of one category."""
     merged: list[TraceSpan] = []
     for span in sorted(spans, key=lambda s: s.start):
         if merged and merged[-1].category == span.category and span.seconds < resolution:
@@ -90,7 +90,7 @@ def _memory(
 
 def _traffic(spans: list[TraceSpan], seconds: float) -> list[dict[str, Any]]:
     num_bytes: dict[str, int] = defaultdict(int)
-    busy: dict[str, float] = defaultdict(float)  # with one transfer or several
+    busy: dict[str, float] = defaultdict(float)  # at least one transfer is running
     until: dict[str, float] = defaultdict(lambda: -math.inf)
     for span in sorted((s for s in spans if s.num_bytes), key=lambda s: s.start):
         end = span.start + span.seconds

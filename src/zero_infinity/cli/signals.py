@@ -1,7 +1,7 @@
-"""How SIGINT and SIGTERM end a long command: in the middle of nothing that matters.
+"""Stops long commands cleanly on SIGINT and SIGTERM.
 
-Outside of `deferred` a signal raises at once, so that `finally` blocks clean up. Inside, the first one is only noted,
-for the loop to see when its step is done; a second one raises. Of several ranks all stop after the same step.
+Outside `deferred` a signal raises at once, so that `finally` blocks clean up. Inside, the first signal is recorded and
+checked by the loop after each step; a second one raises. With several ranks all stop after the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalWatch:
-    """Which signal came, if any. Made by `watched`."""
+    """The signal that was received, if any. Created by `watched`."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -33,18 +33,18 @@ class SignalWatch:
 
     @property
     def number(self) -> int:
-        """Of the signal that came; 0: none."""
+        """Number of the signal; 0 if there was none."""
         return 0 if self._signal is None else int(self._signal)
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all ranks stop for it."""
+        """True if all ranks have agreed to stop."""
         return self._agreed
 
     def agree(self, numbers: Iterable[int]) -> None:
-        """These came on the ranks, this one among them, by the end of a step: all stop for the same one, or for none.
+        """Agree on the signals that the ranks had received by the end of a step: all stop for the same one, or none.
 
-        One that came here since then waits for the next step, when the others know of it too.
+        A signal received here since then counts after the next step, when the other ranks know of it.
         """
         came = max(numbers)
         if came:
@@ -53,12 +53,12 @@ class SignalWatch:
 
     @property
     def exit_code(self) -> int:
-        """0, or what a shell reports of a process that the signal ended."""
+        """0, or 128 + signal as shells report it."""
         return 0 if self._signal is None else 128 + self._signal
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """The first signal in here waits to be looked at."""
+        """Inside, the first signal is recorded and does not raise."""
         self._deferring = True
         try:
             yield
@@ -77,10 +77,10 @@ class SignalWatch:
 
 @contextmanager
 def watched() -> Iterator[SignalWatch]:
-    """Signals in here go to the `SignalWatch`; who handled them before does so again afterwards."""
+    """Inside, a `SignalWatch` handles signals; the previous handlers are restored afterwards."""
     interruption = SignalWatch()
     if threading.current_thread() is not threading.main_thread():
-        yield interruption  # Python delivers signals to the main thread, and only that may set handlers
+        yield interruption  # only the main thread may set handlers
         return
     before = {number: signal.signal(number, interruption.handle) for number in _SIGNALS}
     try:

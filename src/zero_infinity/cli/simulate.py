@@ -32,8 +32,8 @@ View the trace with zero-infinity report step.json -o step.html, or in ui.perfet
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "simulate",
-        help="simulate a training step on other hardware",
-        description="Simulate one steady training step: the engine's own cache policy over links of a given speed.",
+        help="simulate a training step on given hardware",
+        description="Simulate one steady training step: the engine's own cache policy over links of given speed.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,7 +76,7 @@ def _make_trace(inputs: PlanInputs, name: str) -> Trace:
 
 def _print(console: Console, inputs: PlanInputs, outcome: SimulatedStep, title: str, seconds: float) -> None:
     console.print(f"[bold]{escape(title)}[/] on {_devices(inputs)} of {escape(inputs.hardware.name)}")
-    table = Table("link", "bytes of a rank", "busy", "of the step")
+    table = Table("link", "bytes per rank", "busy", "of the step")
     for traffic in outcome.traffic:
         if traffic.busy_seconds:
             busy = f"{traffic.busy_seconds / outcome.seconds:.0%}"
@@ -88,9 +88,9 @@ def _print(console: Console, inputs: PlanInputs, outcome: SimulatedStep, title: 
         ("forward, backward", f"{format_seconds(outcome.forward_seconds)}, {format_seconds(outcome.backward_seconds)}"),
         ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.1%}"),
         ("tokens/s", f"{outcome.tokens_per_second:,.1f}"),
-        ("a device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
+        ("per device", f"{outcome.flops_per_second / 1e12:,.2f} TFLOP/s"),
         ("bottleneck", outcome.bottleneck),
-        *((f"held: {tier}", f"{format_bytes(peak)} a rank at most") for tier, peak in outcome.peak_bytes.items()),
+        *((f"held: {tier}", f"{format_bytes(peak)} per rank at most") for tier, peak in outcome.peak_bytes.items()),
         ("simulated in", format_seconds(seconds)),
     ):
         rows.add_row(label, value)

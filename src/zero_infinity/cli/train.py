@@ -1,6 +1,6 @@
-"""`zero-infinity train`: its options, and what they make together. The loop itself is `cli.training`.
+"""`zero-infinity train`: its options and their checks. The training loop is `train_loop.py`.
 
-Imports no torch before the command runs, so that --help and a mistake in the options answer at once.
+torch is imported only when the command runs, so that --help and invalid options answer at once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from zero_infinity.cli import signals
-from zero_infinity.cli.progress import NoProgress, Progress, choose
+from zero_infinity.cli.progress_display import Progress, choose
 from zero_infinity.cli.ranks import Ranks, joined, speaks
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.presets import PRESETS, Shape, preset
 
 if TYPE_CHECKING:
-    from zero_infinity.cli.checkpoints import SaveOptions
-    from zero_infinity.cli.training_loop import TrainJob
+    from zero_infinity.cli.train_checkpoints import SaveOptions
+    from zero_infinity.cli.train_loop import TrainJob
 
 DEFAULT_PRESET = "25M"
 DTYPES = ("float32", "bfloat16", "float16")
-# Optimizers that work element by element, with a learning rate that suits them.
+# Element-wise optimizers and their default learning rates.
 OPTIMIZERS = {
     "adamw": 1e-3,
     "adam": 1e-3,
@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "radam": 1e-3,
     "adadelta": 1.0,
 }
-# Options and settings that may differ between ranks: of budgets the least counts.
+# Options and settings that may differ between ranks; the smallest memory budget applies to all.
 _OF_ONE_RANK = {
     "data",
     "memory",
@@ -68,9 +68,9 @@ examples:
   zero-infinity train --preset 25M --memory 64MiB --save checkpoints --save-every 50 --keep 2 --resume
   zero-infinity train --pretrained ~/models/gpt2 --memory 1GiB --data notes.txt --save tuned
 
-Of several ranks each has its own --batch, --memory and --nvme.
-Ctrl-C (or SIGTERM) finishes the step, saves it (--save), prints the summary, removes the swap space and ends with exit
-code 130 (or 143); a second one stops at once. After a lost rank nothing is saved: start again with --resume.
+--batch, --memory and --nvme are per rank.
+Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint (with --save), prints the summary, removes the swap space and
+exits with code 130 (or 143); a second one stops at once. If a rank is lost, nothing is saved: restart with --resume.
 """
 
 
@@ -84,56 +84,67 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     model = parser.add_argument_group("model")
     model.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default {DEFAULT_PRESET})")
-    for name, text in (("layers", "blocks"), ("hidden", "width"), ("heads", "attention heads"), ("seq", "bytes seen")):
-        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}; in place of the preset's")
-    model.add_argument("--tied", action="store_true", help="the head shares the embedding's matrix")
-    model.add_argument("--hf", type=Path, metavar="CONFIG_JSON", help="a Hugging Face causal model, random weights")
-    model.add_argument("--pretrained", type=Path, metavar="DIR", help="the same with the weights in its folder")
+    for name, text in (
+        ("layers", "blocks"),
+        ("hidden", "width"),
+        ("heads", "attention heads"),
+        ("seq", "sequence length"),
+    ):
+        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, instead of the preset's")
+    model.add_argument("--tied", action="store_true", help="share the embedding's weight with the output head")
+    model.add_argument(
+        "--hf", type=Path, metavar="CONFIG_JSON", help="Hugging Face config of a causal model, random weights"
+    )
+    model.add_argument(
+        "--pretrained", type=Path, metavar="DIR", help="Hugging Face folder of a causal model, its weights"
+    )
 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
                           "(default: the source of Python's standard library)")  # fmt: skip
+    training.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences per batch (default 4)")
+    training.add_argument("--accumulate", type=_positive, metavar="N", help="batches per step (default 1)")
     training.add_argument(
-        "--batch", type=_positive, default=4, metavar="N", help="sequences at once on a rank (default 4)"
+        "--steps", type=_positive, default=100, metavar="N", help="total number of steps (default 100)"
     )
-    training.add_argument("--accumulate", type=_positive, metavar="N", help="batches a step (default 1)")
-    training.add_argument("--steps", type=_positive, default=100, metavar="N", help="(default 100)")
-    training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default adamw)")
+    training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer (default adamw)")
     training.add_argument("--lr", type=_rate, metavar="RATE", help="learning rate (default: by optimizer)")
-    training.add_argument("--warmup", type=_count, default=10, metavar="N", help="steps until it is full (default 10)")
-    training.add_argument("--max-grad-norm", type=_rate, metavar="NORM", help="clip the gradients' global norm")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    training.add_argument("--warmup", type=_count, default=10, metavar="N", help="warm-up steps of --lr (default 10)")
+    training.add_argument("--max-grad-norm", type=_rate, metavar="NORM", help="clip gradients to this global norm")
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default 0)")
 
-    places = parser.add_argument_group("where the states live")
+    places = parser.add_argument_group("memory and storage")
     places.add_argument(
-        "--memory", metavar="SIZE", help='of RAM for the engine, "256MiB" (default: 70%% of what is free)'
+        "--memory", metavar="SIZE", help='host memory for the engine, "256MiB" (default: 70%% of what is available)'
     )
-    places.add_argument("--nvme", nargs="+", metavar="DIR", help='drives to put the rest on; "none": RAM only '
-                        "(default: a directory made here and removed at the end)")  # fmt: skip
-    places.add_argument("--param-dtype", choices=DTYPES, help="how parameters are stored (default: as they are)")
-    places.add_argument("--verify", action="store_true", default=None, help="checksum what comes back from the drive")
-    places.add_argument("--config", type=Path, metavar="FILE", help="zi.Config in .json or .toml; options come first")
+    places.add_argument("--nvme", nargs="+", metavar="DIR", help='directories for swap space; "none": host memory '
+                        "only (default: a temporary directory in the current one)")  # fmt: skip
+    places.add_argument("--param-dtype", choices=DTYPES, help="dtype of stored parameters (default: the model's)")
+    places.add_argument(
+        "--verify", action="store_true", default=None, help="check checksums of blocks read from the drive"
+    )
+    places.add_argument("--config", type=Path, metavar="FILE", help="zi.Config as .json or .toml; options override it")
 
-    ranks = parser.add_argument_group("several ranks (under torchrun)")
-    ranks.add_argument("--stage", type=int, choices=range(4), help="split over ranks: 0 nothing, 1 optimizer states, "
-                       "2 and gradients, 3 and parameters (default 3)")  # fmt: skip
-    ranks.add_argument("--timeout", type=_rate, default=1800, metavar="SECONDS", help="without an answer of another "
-                       "rank (default 1800)")  # fmt: skip
+    ranks = parser.add_argument_group("multiple ranks (with torchrun)")
+    ranks.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage: shard 0 nothing, 1 optimizer "
+                       "states, 2 also gradients, 3 also parameters (default 3)")  # fmt: skip
+    ranks.add_argument("--timeout", type=_rate, default=1800, metavar="SECONDS", help="how long to wait for other "
+                       "ranks (default 1800)")  # fmt: skip
 
     saving = parser.add_argument_group("checkpoints")
-    saving.add_argument("--save", type=Path, metavar="DIR", help="save at the end, and when a signal stops the run")
-    saving.add_argument("--save-every", type=_positive, metavar="N", help="and after every N steps")
-    saving.add_argument("--keep", type=_positive, metavar="N", help="only the newest N checkpoints (default: all)")
-    saving.add_argument(
-        "--save-in-background", action="store_true", help="train on while what --save-every asks for is written"
-    )
-    saving.add_argument("--resume", action="store_true", help="go on from the latest in --save DIR, if there is one")
+    saving.add_argument("--save", type=Path, metavar="DIR", help="save here at the end and when a signal stops the run")
+    saving.add_argument("--save-every", type=_positive, metavar="N", help="also save every N steps")
+    saving.add_argument("--keep", type=_positive, metavar="N", help="keep the newest N checkpoints (default: all)")
+    saving.add_argument("--save-in-background", action="store_true", help="continue training while --save-every writes")
+    saving.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="a JSON object a line: each step, then the summary")
-    output.add_argument("--log-every", type=_positive, metavar="N", help="steps from line to line (default: 20 lines)")
-    output.add_argument("--trace", type=Path, metavar="FILE", help="write what was done when as Chrome trace JSON, for "
-                        "zero-infinity report")  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print JSON lines: each step, then the summary")
+    output.add_argument(
+        "--log-every", type=_positive, metavar="N", help="steps between two lines (default: 20 lines in all)"
+    )
+    output.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, for zero-infinity report or "
+                        "ui.perfetto.dev")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -142,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         with ExitStack() as stack:
             with ranks.agreed("the settings"):
                 model = _model(args)
-                from zero_infinity.cli.checkpoints import options_of
+                from zero_infinity.cli.train_checkpoints import options_of
 
                 save = options_of(
                     args.save,
@@ -154,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
                 )
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
-            from zero_infinity.cli.training_loop import train
+            from zero_infinity.cli.train_loop import train
 
             summary = train(_job(args, model, save), config, watch, _progress(args, ranks), ranks)
         if ranks.rank == 0:
@@ -171,19 +182,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _progress(args: argparse.Namespace, ranks: Ranks) -> Progress:
     if ranks.rank:
-        return NoProgress()
+        return Progress()
     return choose(as_json=args.json, every=args.log_every or max(1, args.steps // 20))
 
 
 def _alike(args: argparse.Namespace, config: Config) -> str:
-    """What has to be the same on every rank, in words; where things are may differ from machine to machine."""
+    """Options and settings that every rank must share, as text; paths may differ between machines."""
     options = {name: value for name, value in vars(args).items() if name not in _OF_ONE_RANK and value is not None}
     settings = {name: value for name, value in config.to_dict().items() if name not in _OF_ONE_RANK}
     return ", ".join(f"{name}={value}" for name, value in sorted({**options, **settings}.items()))
 
 
 def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> TrainJob:
-    from zero_infinity.cli.training_loop import TrainJob
+    from zero_infinity.cli.train_loop import TrainJob
 
     return TrainJob(
         model=model,
@@ -216,7 +227,7 @@ def _model(args: argparse.Namespace) -> Shape | Path:
 
 @contextmanager
 def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
-    """The settings, with a private directory for swap that is removed at the end when none was named."""
+    """The settings; without --nvme, swap space goes to a temporary directory that is removed at the end."""
     config = _config(args)
     if config.nvme or args.nvme is not None:
         yield config
@@ -225,7 +236,7 @@ def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
         directory = tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=".")
     except OSError as error:
         raise ConfigError(
-            f"no swap directory can be made in {Path.cwd()}: {error.strerror}\n"
+            f"cannot create a swap directory in {Path.cwd()}: {error.strerror}\n"
             "  fix:   --nvme DIR on a drive, or --nvme none for RAM only"
         ) from None
     with directory as path:
@@ -233,7 +244,7 @@ def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The file's settings, and the options over them."""
+    """The settings of --config, overridden by the options."""
     options = {
         "memory": args.memory,
         "param_dtype": args.param_dtype,

@@ -1,6 +1,6 @@
-"""fio as the yardstick of `bench io`: run it on our own swap file and read its report.
+"""Runs fio on our own swap file and reads its report, for `bench io`.
 
-Owns the command line and the JSON of fio. Without fio in PATH there is no yardstick, which is no error.
+Owns the command line and the JSON of fio. fio is optional.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zero_infinity.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class FioSetting:
-    """`depth` requests in flight: of one process with io_uring, or of as many threads with pread and pwrite."""
+    """`depth` requests in flight: from one process with io_uring, or from as many threads with pread and pwrite."""
 
     ioengine: str  # "io_uring" or "psync"
     request_bytes: int
     depth: int
 
     def arguments(self, num_bytes: int) -> list[str]:
-        # Each psync thread has its own part of the file.
+        # Each psync thread works on its own part of the file.
         num_jobs = self.depth if self.ioengine == "psync" else 1
         part = num_bytes // num_jobs // self.request_bytes * self.request_bytes
         arguments = [f"--ioengine={self.ioengine}", f"--bs={self.request_bytes}", f"--size={part}"]
@@ -43,11 +43,11 @@ def find() -> str | None:
 def measure(
     executable: str, descriptor: int, workload: IOWorkload, setting: FioSetting, num_bytes: int, *, direct: bool
 ) -> IOSpeed:
-    """Run fio once. Raises `subprocess.SubprocessError` or `ValueError` when it does not give a figure."""
+    """Run fio once. Raises `subprocess.SubprocessError` or `ValueError` if it fails."""
     command = [
         executable,
         "--name=zero-infinity",
-        # The very file that we measure, so the same blocks of the same drive; and it still has no name to leave.
+        # The file that we measure: the same blocks of the same drive. It has no name, so nothing is left behind.
         f"--filename=/proc/{os.getpid()}/fd/{descriptor}",
         "--allow_file_create=0",
         f"--direct={int(direct)}",
@@ -56,13 +56,13 @@ def measure(
         "--output-format=json",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    # Notes may come before the report on the same stream.
+    # fio may print notes before the report.
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     report = job[workload.value]
     percentile = report["clat_ns"]["percentile"]
     return IOSpeed(
         bytes_per_second=float(report["bw_bytes"]),
-        # A group's share is of the sum of its threads' times.
+        # fio gives the share of one thread on average.
         cores=(job["usr_cpu"] + job["sys_cpu"]) / 100 * (setting.depth if setting.ioengine == "psync" else 1),
         p50_seconds=percentile["50.000000"] / 1e9,
         p99_seconds=percentile["99.000000"] / 1e9,

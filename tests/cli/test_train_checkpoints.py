@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -16,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import zero_infinity as zi
-from zero_infinity.cli import progress, transfer_progress
+from zero_infinity.cli import progress_display
 from zero_infinity.cli.main import main
 from zero_infinity.models import text
 from zero_infinity.models.byte_gpt import ByteGPT
@@ -87,7 +85,7 @@ def test_saving_while_training_goes_on(here: Path, capsys: pytest.CaptureFixture
 def test_how_far_it_is_is_shown(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_display, "_LINE_SECONDS", 0.0)
     assert main(["train", *TINY, "--nvme", "none", "--steps", "1", "--save", "saved"]) == 0
     assert main(["train", *TINY, "--nvme", "none", "--steps", "2", "--save", "saved", "--resume"]) == 0
     assert main(["export", "saved", "out"]) == 0
@@ -97,35 +95,6 @@ def test_how_far_it_is_is_shown(
         done = re.match(rf"{act}: (.+) of (.+?)  [\d,]+ MB/s  process memory [\d.,]+ .iB  left 0 s", last)
         assert done is not None, last
         assert done[1] == done[2]
-
-
-def test_the_rate_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute before the first byte, in which transformers is imported, is no sign of a slow drive."""
-    times = iter([0.0, 60.0, 62.0])
-    monkeypatch.setattr(transfer_progress.time, "perf_counter", lambda: next(times))
-    lines: list[str] = []
-    shown = transfer_progress.Shown("loading", 0.0, lambda transfer: lines.append(transfer.line))
-    shown(2_000_000, 10_000_000)
-    shown(6_000_000, 10_000_000)
-    assert "  0 MB/s  " in lines[0]
-    assert "  2 MB/s  " in lines[1]
-    assert lines[1].endswith("left 2.00 s")
-
-
-def test_how_far_it_is_is_shown_on_a_terminal() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    terminal = progress.choose(as_json=False, every=1, make_console=lambda: console)
-    with terminal.transfer("loading") as shown, pytest.MonkeyPatch.context() as patch:
-        assert shown is not None
-        patch.setattr(shown, "_seconds", 0.0)
-        shown(1 << 20, 2 << 20)
-        with terminal.live(), terminal.transfer("saving") as other:
-            assert other is not None
-            patch.setattr(other, "_seconds", 0.0)
-            other(2 << 20, 2 << 20)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "1.0 MiB of 2.0 MiB" in text
-    assert "2.0 MiB of 2.0 MiB" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -248,7 +217,7 @@ def test_tuning_a_hugging_face_model(
     assert main(["export", "tuned", "out"]) == 2
     assert "out exists and is not empty" in capsys.readouterr().err
     # How far the weights have come in is shown.
-    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_display, "_LINE_SECONDS", 0.0)
     assert main(["train", "--pretrained", "gpt2", *common[:6], "--steps", "1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loading: ")]
     total = format_bytes(4 * sum(parameter.numel() for parameter in model.parameters()))

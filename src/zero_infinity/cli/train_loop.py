@@ -1,7 +1,7 @@
 """The training loop of `zero-infinity train`: an ordinary PyTorch loop over a prepared model.
 
-Owns the order of things (data, model, optimizer, prepare, steps, summary) and the measurement. What was asked for
-comes as a `TrainJob`; who shows it is a `Progress`.
+Owns the order (data, model, optimizer, prepare, steps, summary) and the measurement of steps. The options come as a
+`TrainJob`; a `Progress` shows the steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_infinity import api
-from zero_infinity.cli import config_model
-from zero_infinity.cli.checkpoints import Checkpoints, SaveOptions
-from zero_infinity.cli.progress import Progress, Step
+from zero_infinity.cli import hugging_face_shape
+from zero_infinity.cli.progress_display import Progress, Step
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.cli.signals import SignalWatch
-from zero_infinity.cli.summary import RankFigures, Summary, figures_of, summarize
+from zero_infinity.cli.train_checkpoints import Checkpoints, SaveOptions
+from zero_infinity.cli.train_summary import RankFigures, Summary, figures_of, summarize
 from zero_infinity.config import Config
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
@@ -41,7 +41,7 @@ _MOMENTUM = 0.9
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """What is to be trained, on what, and how."""
+    """Model, data and hyperparameters of a run."""
 
     model: Shape | Path  # the built-in model, or a Hugging Face config
     seq: int | None
@@ -52,7 +52,7 @@ class TrainJob:
     warmup: int
     seed: int
     data: tuple[Path, ...]  # empty: the standard library's source
-    pretrained: Path | None = None  # weights to begin with
+    pretrained: Path | None = None  # initial weights
     save: SaveOptions | None = None
 
 
@@ -64,7 +64,7 @@ class _Workload:
 
 
 def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Progress, ranks: Ranks) -> Summary:
-    """Train; returns after the last step, or after the one in which a signal came, the same step on every rank."""
+    """Train until the last step, or until a signal came: then all ranks stop after the same step."""
     with ranks.agreed("reading the data"):
         workload = _workload(job)
         corpus = text.collect(job.data) if job.data else text.standard_library()
@@ -78,7 +78,7 @@ def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Pr
     model, optimizer = api.prepare(model, make_optimizer(job.optimizer, model, job.lr), config)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (job.warmup + 1)))
     if ranks.rank:
-        torch.manual_seed(job.seed + ranks.rank)  # dropout of its own; the weights were drawn alike
+        torch.manual_seed(job.seed + ranks.rank)  # weights are the same on all ranks, dropout is not
     num_batches = config.gradient_accumulation_steps
     settings = {"lr": job.lr, "warmup": job.warmup, "seed": job.seed, "batch": job.batch, "accumulate": num_batches}
     checkpoints = Checkpoints(job.save, model, optimizer, schedule, batches, settings, progress)
@@ -115,7 +115,7 @@ def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Pr
     mine = figures_of(ranks.rank, before, after, steps=len(losses), process_peak=process_peak)
     told = ranks.tell_text("figures", json.dumps(asdict(mine)))
     if ranks.num_ranks > 1:
-        api.close(model)  # on all of them now: threads of one may wait for those of another
+        api.close(model)  # on all ranks now: their threads may wait for each other
     return summarize(
         [RankFigures(**json.loads(figures)) for figures in told],
         parameters=after.num_parameters,
@@ -138,12 +138,12 @@ def _opening(stats: Stats, text_bytes: int, num_ranks: int, stage: int) -> str:
 
 
 def build_context(config: Config) -> AbstractContextManager[object]:
-    """Where a model is constructed: parameter by parameter into its home; without a drive it has to fit anyway."""
+    """Context to build a model in: with a drive, each parameter goes to its home; without one, all fit in memory."""
     return api.init(config) if config.nvme else nullcontext()
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
-    """One of `torch.optim`, by its name in lower case; fused where it can be, which is 14 times as fast on a CPU."""
+    """An optimizer of `torch.optim` by its lower-case name; fused if possible: 14 times as fast on a CPU."""
     fused = {"fused": True} if name in ("adamw", "adam", "sgd", "adagrad") else {}
     momentum = {"momentum": _MOMENTUM} if name == "sgd" else {}
     kind = {known.lower(): known for known in dir(torch.optim)}[name]
@@ -152,7 +152,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
 
 
 class _Meter:
-    """Makes a `Step` out of the engines' figures and those of the step before."""
+    """Makes a `Step` from the engine's statistics before and after it."""
 
     def __init__(self, stats: Stats, now: float, steps: int, tokens: int, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -163,7 +163,7 @@ class _Meter:
         self._recent: list[float] = []
 
     def measure(self, number: int, loss: float, stats: Stats, interruption: SignalWatch) -> Step:
-        """What all ranks did in the step; and whether they go on is agreed."""
+        """Exchange figures with all ranks; the ranks also agree whether to stop for a signal."""
         before, self._totals = self._totals, (stats.bytes_read, stats.bytes_written, stats.waited_seconds)
         moved = [now - then for now, then in zip(self._totals, before, strict=True)]
         told = self._ranks.tell([loss, interruption.number, stats.memory_held, *moved])
@@ -194,7 +194,7 @@ def _workload(job: TrainJob) -> _Workload:
         shape = job.model
         return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
     config = hugging_face.read_config(job.model)
-    config_model.check(config)
+    hugging_face_shape.check(config)
     limit = config.max_seq
     seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
     if limit is not None and seq > limit:
@@ -208,6 +208,6 @@ def _check_loss(loss: float, step: int, lr: float) -> None:
 
 
 def _settled(model: nn.Module) -> Stats:
-    """The figures after the updates that the last step left to the worker."""
+    """Statistics after all pending updates."""
     api.synchronize(model)
     return api.stats(model)

@@ -1,4 +1,4 @@
-"""What `train` says when it is done: states against memory held, time, exposed wait, bytes moved and wear."""
+"""The summary of `train`: states relative to memory, time, exposed wait, bytes moved and drive wear."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.table import Table
 from zero_infinity.engine_stats import Stats
 from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
-# What a 1 TB consumer drive is warranted for: bytes written in its life (JEDEC's TBW).
+# Warranted lifetime writes of a 1 TB consumer drive (JEDEC's TBW).
 ENDURANCE_BYTES = 600 * 10**12
 RECENT_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """What one rank did and holds. Per-step figures are of the training steps; totals include moving the model in."""
+    """Figures of one rank. Per-step figures cover the training steps; totals include loading the model."""
 
     rank: int
     state_bytes: int
@@ -32,13 +32,13 @@ class RankFigures:
     write_bytes_per_step: float
     read_bytes: int
     write_bytes: int
-    # At home on this rank, and set aside for exchanges and copies.
+    # Stored by this rank, and reserved for collectives and copies.
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     bucket_bytes: int
     copy_bytes: int
-    # To other ranks, by kind of exchange.
+    # To other ranks, by kind of collective.
     sent_bytes_per_step: dict[str, float]
     exchanges_per_step: dict[str, float]
     sent_bytes: dict[str, int]
@@ -47,17 +47,17 @@ class RankFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. Times and per-step figures are of the training steps; totals include moving the model in.
+    """One run. Times and per-step figures cover the training steps; totals include loading the model.
 
-    Of several ranks: states, budget and `memory_peak` are of the first, bytes of the drives of all together, the wait
-    is the mean, and `process_peak` the most. `by_rank` has each.
+    With several ranks: states, budget and `memory_peak` are those of the first rank, drive bytes are summed, the wait
+    is the mean and `process_peak` the maximum. `by_rank` has the figures of each.
     """
 
     steps: int
     parameters: int
     first_loss: float | None
     last_loss: float | None
-    recent_loss: float | None  # the mean of the last `RECENT_STEPS`: batches differ, and one step's loss with them
+    recent_loss: float | None  # mean of the last `RECENT_STEPS`: the loss varies between batches
     tokens_per_second: float
     seconds: float
     state_bytes: int
@@ -71,7 +71,7 @@ class Summary:
     write_bytes: int
     interrupted_by: str | None
     stage: int = 3
-    last_step: int = 0  # counted from the beginning, also of a run that went on from a checkpoint
+    last_step: int = 0  # including steps before a resume
     by_rank: tuple[RankFigures, ...] = ()
 
     @property
@@ -92,12 +92,12 @@ class Summary:
 
     @property
     def wear(self) -> float:
-        """The part of `ENDURANCE_BYTES` that this run wrote."""
+        """Fraction of `ENDURANCE_BYTES` that this run wrote."""
         return self.write_bytes / ENDURANCE_BYTES
 
     @property
     def steps_of_endurance(self) -> int | None:
-        """Steps like these that write `ENDURANCE_BYTES`; None where nothing is written."""
+        """Number of such steps that write `ENDURANCE_BYTES`; None if nothing is written."""
         return int(ENDURANCE_BYTES / self.write_bytes_per_step) if self.write_bytes_per_step else None
 
     def print_json(self) -> None:
@@ -130,8 +130,8 @@ class Summary:
             ("loss", self._loss_row()),
             ("states", f"{format_bytes(self.state_bytes)}{self._where}: {self.state_ratio:.1f} x the memory budget"),
             ("memory held", f"{self._memory_row()}, of {format_bytes(self.memory_budget)}"),
-            ("process", f"{format_bytes(self.process_peak)} resident at most (with torch, activations and the start)"),
-            ("speed", f"{self.tokens_per_second:,.0f} tokens/s, {format_seconds(self.step_seconds)} a step"),
+            ("process", f"{format_bytes(self.process_peak)} resident at most (with torch, activations and start-up)"),
+            ("speed", f"{self.tokens_per_second:,.0f} tokens/s, {format_seconds(self.step_seconds)} per step"),
             ("time", f"{format_seconds(self.seconds)} for {self.steps} steps"),
             ("exposed wait", f"{format_seconds(self.wait_seconds)}, {self.wait_fraction:.1%} of the time"),
         ]
@@ -168,12 +168,12 @@ class Summary:
         for kind in dict.fromkeys(kind for figures in self.by_rank for kind in figures.sent_bytes_per_step):
             sent = [int(figures.sent_bytes_per_step.get(kind, 0)) for figures in self.by_rank]
             calls = max(figures.exchanges_per_step.get(kind, 0) for figures in self.by_rank)
-            rows.append((f"{kind} a step", f"{_range(sent)} sent by each rank, in {calls:.0f} exchanges"))
+            rows.append((f"{kind} per step", f"{_range(sent)} sent by each rank, in {calls:.0f} collectives"))
         return rows
 
     def _loss_row(self) -> str:
         if self.first_loss is None or self.recent_loss is None:
-            return "no step was done"
+            return "no steps"
         recent = min(self.steps, RECENT_STEPS)
         return f"{self.first_loss:.4f} at first, {self.recent_loss:.4f} on average of the last {recent} steps"
 
@@ -184,13 +184,13 @@ class Summary:
         if self.steps_of_endurance is not None:
             wear += f"; {format_count(self.steps_of_endurance)} steps use it up"
         return [
-            ("NVMe a step", f"{format_bytes(int(read))} read, {format_bytes(int(written))} written ({rates})"),
+            ("NVMe per step", f"{format_bytes(int(read))} read, {format_bytes(int(written))} written ({rates})"),
             ("wear", wear),
         ]
 
 
 def figures_of(rank: int, before: Stats, after: Stats, *, steps: int, process_peak: int) -> RankFigures:
-    """From the engine's figures before the first step and after the last."""
+    """Figures of a rank from its statistics before the first step and after the last."""
     num_steps = max(steps, 1)
     return RankFigures(
         rank=rank,
@@ -226,7 +226,7 @@ def summarize(
     stage: int,
     interrupted_by: str | None,
 ) -> Summary:
-    """From the figures of every rank."""
+    """Combine the figures of all ranks."""
     steps, mine = len(losses), by_rank[0]
     return Summary(
         steps=steps,
@@ -253,7 +253,7 @@ def summarize(
 
 
 def _per_step(before: dict[str, int], after: dict[str, int], steps: int) -> dict[str, float]:
-    """What was added, by kind; kinds to which nothing was are left out."""
+    """The increase per step by kind, without kinds that did not change."""
     added = {kind: number - before.get(kind, 0) for kind, number in after.items()}
     return {kind: number / steps for kind, number in added.items() if number}
 

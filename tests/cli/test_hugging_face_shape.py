@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_infinity.cli.config_model import from_config
+from zero_infinity.cli.hugging_face_shape import from_config
 from zero_infinity.cli.main import main
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.hugging_face import read_any_config

@@ -1,8 +1,8 @@
-"""What the engine itself takes of the CPU for each block that it uses, moves or updates, measured.
+"""Measures the engine's own CPU time per block that it uses, moves or updates.
 
-A model whose layers cost next to nothing to compute is trained out of a drive and in plain PyTorch, on one thread. What
-the engine takes more, without what the drive's transfers take, is Python: hooks, decisions, requests, the optimizer's
-wrapper. It does not depend on the model, so it is measured once and used for others.
+A model that takes almost no time to compute is trained from a drive and in plain PyTorch, on one thread. The
+difference, minus the CPU time of the drive's transfers, is Python: hooks, decisions, requests, the wrapped optimizer.
+It does not depend on the model, so it is measured once and used for others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _WIDTH = 256
 _MEMORY = 6 << 20  # a third of the states
 _WARM_UP_STEPS = 6
 _NUM_STEPS = 12
-_CHUNKS_A_LAYER = 2  # of 256 KiB, the engine's least, of a record of 512 KiB
+_CHUNKS_A_LAYER = 2  # of 256 KiB, the engine's minimum, for a record of 512 KiB
 _BLOCKS_A_STEP = _NUM_LAYERS * (2 + _CHUNKS_A_LAYER)  # used forward and backward, and updated
 
 
 def block_cpu_seconds(directory: str, drive_cpu_seconds_per_byte: float) -> float:
-    """CPU seconds of one block."""
+    """The engine's CPU seconds per block."""
     import torch
 
     from zero_infinity import api
@@ -44,7 +44,7 @@ def block_cpu_seconds(directory: str, drive_cpu_seconds_per_byte: float) -> floa
 
     inputs = torch.ones(1, _WIDTH)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for work spin, and that is CPU time, too
+    torch.set_num_threads(1)  # idle threads spin, which counts as CPU time
     try:
         plain = build()
         plain_seconds = cpu_seconds(plain, torch.optim.AdamW(plain.parameters(), fused=True), lambda: None)

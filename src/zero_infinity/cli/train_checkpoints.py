@@ -1,7 +1,7 @@
-"""`train --save`: when a run saves, and where it goes on from.
+"""`train --save` and `--resume`: when a run saves, and where it resumes.
 
-A run that is told to stop saves after the step in which all ranks agree to; one that loses a rank does not save, and
-the next one goes on from what was saved before.
+A run that is stopped by a signal saves after the step at which all ranks agree to stop. A run that loses a rank does
+not save; the next one resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_infinity import api
 from zero_infinity.checkpoint.atomic_save import CheckpointDraft
 from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
-from zero_infinity.cli.progress import Progress
+from zero_infinity.cli.progress_display import Progress
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.text import ByteBatches
@@ -29,7 +29,7 @@ from zero_infinity.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What the command was asked for."""
+    """The options of the command."""
 
     directory: Path
     every: int | None
@@ -56,13 +56,13 @@ class Checkpoints:
         self._optimizer = optimizer
         self._schedule = schedule
         self._batches = batches
-        self._settings = dict(settings)  # that a run has to have in common with the one that it continues
+        self._settings = dict(settings)  # must be those of the run that is resumed
         self._progress = progress
         self._last: int | None = None  # the step that was saved last
-        self._begun: tuple[int, Path, float] | None = None  # a save that goes on beside training: its step, since when
+        self._begun: tuple[int, Path, float] | None = None  # a running save: step, folder, start time
 
     def resume(self) -> int:
-        """Go on from the latest checkpoint, if that is wanted and there is one; returns the steps that were taken."""
+        """Resume from the latest checkpoint, with --resume and if there is one; returns the number of steps done."""
         if self._options is None or not self._options.resume or not has_checkpoint(self._options.directory):
             return 0
         start = time.perf_counter()
@@ -73,7 +73,7 @@ class Checkpoints:
         if missing:
             raise ConfigError(
                 f"{directory} was not saved by zero-infinity train: it has no {', '.join(missing)}\n"
-                "  fix:   zi.load in the script that goes on; or another directory to save to"
+                "  fix:   load it with zi.load in a script, or use another directory"
             )
         self._check_settings(extra["settings"])
         self._schedule.load_state_dict(extra["schedule"])
@@ -83,7 +83,7 @@ class Checkpoints:
         return self._last
 
     def _extra(self) -> dict[str, Any]:
-        """What a run needs to go on, beside what its model and its optimizer have."""
+        """What a run needs to resume, besides model and optimizer states."""
         return {"schedule": self._schedule, "position": self._batches.position, "settings": self._settings}
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
@@ -95,13 +95,13 @@ class Checkpoints:
                 )
 
     def after_step(self, step: int) -> None:
-        """Save if it is time to."""
+        """Save if it is due."""
         self._look()
         if self._options is not None and self._options.every is not None and step % self._options.every == 0:
             self._save(self._options, step, background=self._options.background)
 
     def at_end(self, step: int) -> None:
-        """The last step was taken, or all ranks stop for a signal."""
+        """Save after the last step, or after the step at which all ranks stop for a signal."""
         if self._options is not None and step != self._last:
             self._save(self._options, step, background=False)
         elif self._begun is not None:
@@ -132,7 +132,7 @@ class Checkpoints:
             self._look()
 
     def _look(self) -> None:
-        """Say that a save is over. If it has failed, the next one raises why, on all ranks at once."""
+        """Report a finished save. If it failed, the next save raises the error, on all ranks."""
         if self._begun is None or api.engine_of(self._model).background_save.is_running:
             return
         (step, folder, start), self._begun = self._begun, None
@@ -148,7 +148,7 @@ class Checkpoints:
 def options_of(
     save: Path | None, every: int | None, keep: int | None, ranks: Ranks, *, resume: bool, background: bool
 ) -> SaveOptions | None:
-    """The command's options, checked before anything is built."""
+    """The options of --save, checked before anything is built."""
     if save is None:
         options = {"save-every": every, "keep": keep, "resume": resume, "save-in-background": background}
         given = [name for name, value in options.items() if value]
@@ -156,12 +156,14 @@ def options_of(
             raise ConfigError(f"--{given[0]} needs --save DIR")
         return None
     if background and every is None:
-        raise ConfigError("--save-in-background needs --save-every N: at the end there is no training to go on with")
+        raise ConfigError(
+            "--save-in-background needs --save-every N: the save at the end has no training to overlap with"
+        )
     if not resume and has_checkpoint(save) and ranks.rank == 0:
         raise ConfigError(
-            f"{save} has checkpoints of an earlier run\n  fix:   --resume to go on from the latest, or another folder"
+            f"{save} has checkpoints of an earlier run\n  fix:   --resume to continue from the latest, or another DIR"
         )
     if ranks.rank == 0:
-        # Where nothing can be saved, that is said now, and not after the last step.
+        # Fail now, not after the last step, if the directory cannot be written.
         CheckpointDraft(save).discard()
     return SaveOptions(save, every, keep, resume, background)
