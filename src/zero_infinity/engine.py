@@ -127,6 +127,7 @@ class TrainingEngine:
 
     def settle(self) -> None:
         """Wait until every update that was submitted is done and no byte is on its way."""
+        self._built.unsharder.access.check_process()
         self.parameter_store.update_worker.drain()
         self.gradients.drain()
         if self.cache is not None:
