@@ -23,6 +23,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.matrix import thinned
 from support.models import CASES, VOCABULARY, Case, mean_square, mlp, tokens, vectors
 from support.resources import all_given_back
 from torch import nn
@@ -182,8 +183,7 @@ def config_for(case: Case, setting: Setting, directory: Path, **changes: Any) ->
             return config
 
 
-@pytest.mark.parametrize("setting", [MINIMAL, TIGHT_RAM], ids=str)
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize(("name", "setting"), thinned([*BUILT], [MINIMAL, TIGHT_RAM]))
 def test_built_as_plain_and_trained_as_plain(name: str, setting: Setting, tmp_path: Path) -> None:
     case = BUILT[name]
     config = config_for(case, setting, tmp_path)

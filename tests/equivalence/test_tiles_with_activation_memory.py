@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import Outcome, Run, asked_of_place, assert_identical, least_budget, run_plain, seeded, sgd
+from support.matrix import thinned
 from support.models import VOCABULARY
 from test_tiling import assert_close, run_prepared, tiled
 from torch import nn
@@ -146,13 +147,16 @@ def compare(
     return found.stats
 
 
-@pytest.mark.parametrize("nvme", [True, False], ids=["nvme", "ram"])
-@pytest.mark.parametrize("interval", [False, True, 2], ids=["kept", "recomputed", "every second"])
-@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
-def test_tiles_with_every_home_of_activations(
-    offload: bool | str, interval: bool | int, nvme: bool, tmp_path: Path
-) -> None:
+INTERVALS = {"kept": False, "recomputed": True, "every second": 2}
+
+
+@pytest.mark.parametrize(
+    ("offload", "how"), thinned(OFFLOADS, [f"{i} {h}" for h in ("nvme", "ram") for i in INTERVALS])
+)
+def test_tiles_with_every_home_of_activations(offload: bool | str, how: str, tmp_path: Path) -> None:
     """With accumulation, then with clipping; with room for offload, then with none."""
+    name, home = how.rsplit(" ", 1)
+    interval, nvme = INTERVALS[name], home == "nvme"
     if offload in (True, "arena") and not interval:
         with pytest.raises(zi.ConfigError, match="checkpoint_activations=True"):
             zi.Config(offload_activations=offload)

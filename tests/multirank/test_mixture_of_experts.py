@@ -13,16 +13,24 @@ from support.ranks import run_ranks, try_ranks
 NUM_RANKS = 2
 
 
-def all_settings(directory: Path) -> list[dict[str, Any]]:
+def settings_at(home: str, directory: Path) -> list[dict[str, Any]]:
     nvme = [{"stage": stage, "memory": "2MiB", "nvme": directory} for stage in range(4)]
-    return nvme + [{"stage": stage, "memory": "8MiB"} for stage in range(4)]
+    ram = [{"stage": stage, "memory": "8MiB"} for stage in range(4)]
+    return {"nvme": nvme, "ram": ram, "both": nvme + ram}[home]
 
 
-@pytest.mark.parametrize("kind", ["apart", "later"])
-def test_each_rank_calls_experts_of_its_own(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "home"),
+    [
+        ("apart", "nvme"),
+        ("later", "ram"),
+        *(pytest.param(kind, "both", marks=pytest.mark.long) for kind in ("apart", "later")),
+    ],
+)
+def test_each_rank_calls_experts_of_its_own(kind: str, home: str, tmp_path: Path) -> None:
     """From the first step on, or only when the order is learnt already."""
     expected = rank_scripts.plain_mixture(NUM_RANKS, kind)
-    by_setting = run_ranks(NUM_RANKS, rank_scripts.train_mixtures, NUM_RANKS, all_settings(tmp_path), kind)
+    by_setting = run_ranks(NUM_RANKS, rank_scripts.train_mixtures, NUM_RANKS, settings_at(home, tmp_path), kind)
     first = by_setting[0][0]["weights"]
     for results in by_setting:
         for found in results:

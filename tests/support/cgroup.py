@@ -1,4 +1,4 @@
-"""Real memory limits: a process of its own in a control group (v1 or v2), or the test is skipped with the reason."""
+"""Runs a script under a real memory limit: a child process in a control group (v1 or v2); skips where none is allowed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Group:
         return _LIMIT.format(group=str(self.path), usage=usage, limit=limit, peak=peak)
 
     def num_kills(self) -> int:
-        """How often the kernel killed a process of this group for want of memory."""
+        """How many processes of this group the kernel killed for lack of memory."""
         file = self.path / ("memory.oom_control" if self.version == 1 else "memory.events")
         counts = dict(line.split() for line in file.read_text().splitlines())
         return int(counts["oom_kill"])
@@ -105,7 +105,7 @@ def _place() -> tuple[Path, int]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that is over."""
+    """How a process ended."""
 
     returncode: int
     report: dict[str, Any] | None

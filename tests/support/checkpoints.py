@@ -1,4 +1,4 @@
-"""What ranks of the checkpoint tests do: load, look, save again, train and save."""
+"""Functions that ranks run in the checkpoint tests: load, compare, save again, train, save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_infinity.checkpoint.file_io import OpenFile
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One run of a walk over settings."""
+    """One run in a series of runs, each with other settings."""
 
     num_ranks: int
     settings: dict[str, Any]
@@ -65,7 +65,7 @@ def visit(rank: int, stop: Stop, source: Path | None, copy: Path, target: Path) 
 
 
 def save_beside(rank: int, settings: dict[str, Any], num_ranks: int, folder: Path) -> tuple[Any, Any]:
-    """Save twice after two steps, training waiting and training going on; returns the states at the end."""
+    """Save after two steps in the foreground and in the background, and return the final states."""
     small_blocks()
     run = Prepared(Job(steps, "mlp", "adamw", settings=settings), rank, num_ranks)
     for number in range(2):

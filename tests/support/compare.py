@@ -41,7 +41,7 @@ class Divergence(AssertionError):
 
 
 class Budget(enum.Enum):
-    """How much memory, measured by the model's states: parameters, gradients and what the optimizer keeps."""
+    """The memory budget relative to the model's states: parameters, gradients and optimizer states."""
 
     FITS = "fits"  # four times the states
     HALF = "half"
@@ -50,7 +50,7 @@ class Budget(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the states live."""
+    """The memory budget, and whether there is NVMe."""
 
     budget: Budget
     nvme: bool = True
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def moves(self) -> bool:
-        """Whether blocks have to travel."""
+        """True if blocks must move between tiers."""
         return self.budget is not Budget.FITS
 
 
@@ -97,7 +97,7 @@ Script = Callable[[Run], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is left of a run when its model is gone."""
+    """Everything that is compared after a run."""
 
     logged: list[Any]
     weights: dict[str, torch.Tensor]
@@ -119,7 +119,7 @@ def compare(
     seed: int = 0,
     **config: Any,
 ) -> zi.Stats:
-    """Run the script plain and prepared; `Divergence` unless they agree in every bit. Returns the engine's numbers."""
+    """Run the script plain and prepared, and raise `Divergence` unless both agree in every bit. Returns the engine's stats."""
     memory = budget_bytes(make, optimizer, setting, **{k: v for k, v in config.items() if k in _ASKED_WITH})
     plain = run_plain(make, script, optimizer, seed=seed)
     settings = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **config)
@@ -154,7 +154,7 @@ def run_prepared(
 
 
 def assert_sound(model: nn.Module) -> None:
-    """What holds between steps: within the budget, and every managed parameter offloaded."""
+    """Check what must hold between steps: memory within the budget, every managed parameter offloaded."""
     stats = zi.stats(model)
     assert stats.memory_peak <= stats.memory_budget
     assert stats.memory_held <= stats.memory_budget
@@ -169,7 +169,7 @@ def is_offloaded(parameter: torch.Tensor) -> bool:
 
 
 def assert_identical(plain: Outcome, prepared: Outcome) -> None:
-    """`Divergence` at the first difference."""
+    """Raise `Divergence` at the first difference."""
     assert_same("number of logged values", len(plain.logged), len(prepared.logged))
     for number, (expected, found) in enumerate(zip(plain.logged, prepared.logged, strict=True)):
         assert_same(f"logged value {number}", expected, found)
@@ -179,7 +179,7 @@ def assert_identical(plain: Outcome, prepared: Outcome) -> None:
 
 
 def assert_same(what: str, expected: Any, found: Any) -> None:
-    """`Divergence` at the first difference between nested values."""
+    """Raise `Divergence` at the first difference between nested values."""
     if isinstance(expected, torch.Tensor):
         _same_tensor(what, expected, found)
     elif isinstance(expected, Mapping):

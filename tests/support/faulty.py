@@ -1,4 +1,4 @@
-"""Drives that fail when a test says so: the engine's own device, wrapped."""
+"""A swap device that fails on request: the engine's own device, wrapped."""
 
 from __future__ import annotations
 

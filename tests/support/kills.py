@@ -1,4 +1,4 @@
-"""A training in a process of its own that is killed at a moment of the test's choice."""
+"""Trains in a child process that kills itself at a chosen moment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _die_before_call(number: int) -> None:
 
 
 def train(directory: Path, call: int | None, seconds: float | None, background: bool) -> None:
-    """Go on from the latest checkpoint to the end, saving every step; or die on the way, after the first."""
+    """Resume from the latest checkpoint and save every step; die in the second step if `call` or `seconds` is given."""
     small_blocks()
     torch.set_num_threads(1)
     torch.manual_seed(0)

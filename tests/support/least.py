@@ -1,4 +1,4 @@
-"""The least that `prepare` accepts, found from outside: by asking it."""
+"""Finds the smallest budget that `prepare` accepts, by calling it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_infinity import engine_builder as engine_module
 
 
 class _Accepted(Exception):
-    """Prepare found the budget sufficient."""
+    """`prepare` accepted the budget."""
 
 
 def least_accepted(prepare: Callable[[int], Any], *, most: int = 8 << 20) -> int:

@@ -90,7 +90,7 @@ class Checkpointed(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One of a model that a test has drawn."""
+    """One layer of a random model."""
 
     width: int
     bias: bool
@@ -100,7 +100,7 @@ class Layer:
 
 
 class Drawn(nn.Module):
-    """A chain of layers of the widths that a test has drawn."""
+    """A chain of random layers."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 class Order(enum.Enum):
-    """How the plain run adds gradients up."""
+    """The order in which the plain run sums gradients."""
 
     RANKS = "ranks"  # at every backward over ranks
     BACKWARDS = "backwards"  # each rank its own backwards first, then over ranks
@@ -166,7 +166,7 @@ class Job:
 
 @dataclass(slots=True)
 class Result:
-    """What is left of a training."""
+    """Everything that is compared after a training."""
 
     losses: list[list[float]]  # of each backward: by rank in the plain run, this rank's alone in the prepared
     logged: list[Any]
@@ -255,7 +255,7 @@ class Prepared(Training):
         self.load()
 
     def _least_memory(self, settings: Mapping[str, Any]) -> int:
-        """The least that `prepare` accepts on every rank, about. Nothing is made: it is stopped where it asks."""
+        """About the smallest budget that `prepare` accepts on every rank. Each attempt stops before it allocates."""
 
         class Stopped(Exception):
             pass
@@ -396,7 +396,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def run_jobs(jobs: list[Job], num_ranks: int) -> list[list[Result]]:
-    """Each job on `num_ranks` ranks, which are the same processes for all: by job the results of the ranks."""
+    """Run all jobs in one launch of `num_ranks` ranks. Returns the results of the ranks for each job."""
     by_rank = run_ranks(num_ranks, _run_jobs, num_ranks, jobs)
     return [[results[number] for results in by_rank] for number in range(len(jobs))]
 
@@ -468,7 +468,7 @@ def assert_close(what: str, expected: Any, found: Any) -> None:
 
 
 def assert_moved(job: Job, results: list[Result]) -> None:
-    """With NVMe the budget is such that states travel."""
+    """Check that states were read from NVMe, if there is any."""
     for result in results:
         if job.settings.get("nvme") and result.stats is not None:
             assert result.stats.bytes_read, f"{job}: nothing was read from the drive"
@@ -561,7 +561,7 @@ def schedule(run: Training) -> None:
 
 
 def zero_kinds(run: Training) -> None:
-    """Gradients are dropped, set to zeros, and never touched; the model's own zero_grad does as the optimizer's."""
+    """Gradients are set to None, set to zero, or kept; the model's zero_grad does the same as the optimizer's."""
     run.backward(0)
     run.zero_grad()
     run.backward(1)
@@ -579,7 +579,7 @@ def zero_kinds(run: Training) -> None:
 
 
 def unfreeze(run: Training) -> None:
-    """A layer that was frozen is trained from the second step on, and another one no more."""
+    """Unfreeze one layer and freeze another after the second step."""
     for number in range(4):
         run.backward(number)
         run.step()
@@ -592,7 +592,7 @@ def unfreeze(run: Training) -> None:
 
 
 def two_models(rank: int, num_ranks: int, directory: Path) -> list[Result]:
-    """Two models are trained by turns, the second prepared when the first has been trained a step."""
+    """Train two models alternately; the second is prepared after the first step of the first."""
     small_blocks()
     jobs = [
         Job(steps, "mlp", settings={"stage": 3, "memory": "4MiB"}),

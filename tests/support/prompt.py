@@ -1,4 +1,4 @@
-"""A run in which nothing comes late, so that it moves the bytes that were decided on, to the byte."""
+"""Makes a run synchronous, so that it moves exactly the bytes that the policy decided on."""
 
 from __future__ import annotations
 

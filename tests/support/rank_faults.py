@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of several, in tests."""
+"""Functions that ranks run in tests where one rank fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tower(nn.Module):
 
 
 def train(rank: int, fault: str, settings: dict[str, Any]) -> str:
-    """Train, until rank CULPRIT does something in step FATAL_STEP."""
+    """Train; rank CULPRIT fails in step FATAL_STEP, in the way that `fault` names."""
     small_blocks()
     torch.manual_seed(0)
     mine = dict(settings)
@@ -70,7 +70,7 @@ def train(rank: int, fault: str, settings: dict[str, Any]) -> str:
 
 
 def close(rank: int, num_seconds: float) -> str:
-    """Rank CULPRIT's own code fails while its next layer is on its way from a rank that is late. Its engine is closed, and it lives on."""
+    """User code on rank CULPRIT fails while its next layer is being gathered from a late rank. It closes its engine and lives on."""
     small_blocks()
     channel._GRACE_SECONDS = 0.3
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def build(rank: int, settings: dict[str, Any], other_seed: bool) -> str:
 
 
 def build_and_look_again(rank: int, settings: dict[str, Any]) -> str:
-    """A layer that is changed when two others were made after it, and it is in parts."""
+    """Change a layer that is sharded already, since two others were built after it."""
     torch.manual_seed(0)
     with zi.init(zi.Config(**settings)), torch.no_grad():
         first, _, _ = nn.Linear(256, 512), nn.Linear(4, 4), nn.Linear(4, 4)

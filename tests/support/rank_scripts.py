@@ -1,4 +1,4 @@
-"""What ranks do in tests: at the top of a module, so that a process can be told to call it."""
+"""Functions that ranks run in tests, at module level so that they can be pickled."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def train(
 
 
 def record(rank: int, num_ranks: int, settings: dict[str, Any]) -> tuple[zi.Stats, str, dict[str, Any]]:
-    """Train; the counters, and the trace (if there is one) as of the same moment."""
+    """Train, and return the stats, the trace (if there is one) and the states at the same moment."""
     small_blocks()
     model = mlp()
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings))
@@ -91,7 +91,7 @@ def record(rank: int, num_ranks: int, settings: dict[str, Any]) -> tuple[zi.Stat
 
 
 def build(rank: int, num_ranks: int, settings: dict[str, Any], depth: int = 4) -> dict[str, Any]:
-    """Build the MLP inside zi.init, train it, and say what was held."""
+    """Build the MLP inside zi.init, train it, and return values, states and stats."""
     small_blocks()
     config = zi.Config(**settings)
     with zi.init(config):
@@ -149,7 +149,7 @@ class MixtureModel(nn.Module):
 
 
 def routed(step: int, part: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and the experts they want: other ones on each rank ("apart"), or at first the same on all ("later")."""
+    """Rows and their experts: different ones on each rank ("apart"), or the same on all ranks at first ("later")."""
     x = torch.randn(6, 24, generator=torch.Generator().manual_seed(100 * step + part))
     if kind == "apart":
         chosen = torch.tensor([part, part, part + 1, part, part + 1, part])
@@ -220,7 +220,7 @@ def leave_out_a_layer(rank: int, stage: int, left_out: int) -> None:
 
 
 def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) -> tuple[int, int, int, int]:
-    """Bytes of the last step: read, written, sent; and the most that was held."""
+    """Train, and return the bytes read, written and sent in the last step, and the peak held."""
     torch.manual_seed(0)
     model = ByteGPT(shape)
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), zi.Config(**settings))
@@ -238,7 +238,7 @@ def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) ->
 
 
 def count(rank: int, num_ranks: int, depth: int, every: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train an MLP by each of these settings; what was sent in one step, once the order is known, and what is held."""
+    """Train an MLP with each setting. Returns the bytes sent in one step, once the order is known, and the bytes held."""
     small_blocks()
     return [_count(rank, depth, settings) for settings in every]
 

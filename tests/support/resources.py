@@ -1,4 +1,4 @@
-"""What an engine takes from the process and has to give back: threads, descriptors, mapped allocator, swap space."""
+"""What an engine takes from the process and must give back: threads, file descriptors, mapped memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_descriptors() -> frozenset[str]:
 
 @contextmanager
 def all_given_back() -> Iterator[None]:
-    """Afterwards there is no thread and no descriptor that was not there before."""
+    """Check that no thread and no descriptor is left over."""
     before = resources()
     yield
     # A worker that is in the middle of an update ends it first, and the engine with it.
@@ -69,7 +69,7 @@ def all_given_back() -> Iterator[None]:
 
 
 class Watch:
-    """What pools held, looked at whenever it changed."""
+    """The bytes that pools held, checked at every change."""
 
     def __init__(self) -> None:
         self.num_changes = 0
@@ -91,7 +91,7 @@ class Watch:
 
 
 def watch_pools(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """From here on every change in any pool's accounting is looked at, and so is what the kernel is asked for."""
+    """Watch every change in the accounting of every pool, and every mapping and unmapping."""
     watch = Watch()
 
     def watched(name: str) -> property:

@@ -1,4 +1,4 @@
-"""Tensor parallelism by torch's own means, under ZeRO: the same training prepared and plain, on a mesh of ranks."""
+"""Tensor parallelism (torch's own) under ZeRO: the same training prepared and plain, on a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Result:
 
 
 class Training:
-    """What both runs have in common."""
+    """The part that both runs share."""
 
     def __init__(self, job: Job, mesh: DeviceMesh) -> None:
         self.job = job
@@ -188,7 +188,7 @@ def train(rank: int, jobs: list[Job], num_steps: int = 3) -> list[tuple[Result, 
 
 
 def wrong_group(rank: int) -> list[str]:
-    """What is said to those who give the wrong ranks, or settings that a split parameter cannot have."""
+    """Return the errors for wrong groups and for settings that split parameters do not support."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     said = []
     for settings, groups in (
@@ -205,7 +205,7 @@ def wrong_group(rank: int) -> list[str]:
 
 
 def look(rank: int) -> dict[str, list[Any]]:
-    """What is seen of split parameters outside of forward, and what becomes of changes: prepared and plain."""
+    """Read and change split parameters outside of forward, prepared and plain."""
     small_blocks()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     return {kind: _look(Training(Job(), mesh), prepared=kind == "prepared") for kind in ("plain", "prepared")}
