@@ -169,7 +169,7 @@ def test_a_hugging_face_config(config: dict[str, object], here: Path, capsys: py
         (["--hf", "odd.json"], "transformers knows no model_type 'nothing'"),
         (["--hf", "heads.json"], "LlamaForCausalLM does not work with these values: "),
         (["--hf", "activation.json"], "GPT2LMHeadModel does not work with these values: "),
-        (["--hf", "words.json"], "has a vocabulary of 100, but text is trained on as bytes"),
+        (["--hf", "words.json"], "has a vocabulary of 100, but training data is bytes"),
         (["--hf", "gpt2.json", "--seq", "65"], "--seq is 65, but gpt2.json has positions for 64"),
         (["--hf", "gpt2.json", "--layers", "2"], "leave out --layers"),
         (["--config", "odd.json"], "odd.json: unknown setting 'model_type'"),

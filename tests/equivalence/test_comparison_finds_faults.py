@@ -127,7 +127,7 @@ def forgets_what_was_accumulated() -> AbstractContextManager[Any]:
 
     def make(retain: Any) -> Any:
         def faulty(self: GradientFlow, parameter: Any, flat: torch.Tensor) -> None:
-            self._retained.discard(parameter)
+            self._retained.release([parameter])
             retain(self, parameter, flat)
 
         return faulty

@@ -94,5 +94,5 @@ def test_memory_in_common_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     refuse_shared_memory(model)
     model[1].weight.data = model[0].weight.data
-    with pytest.raises(UsageError, match=r"'0.weight' and '1.weight' lie in the same memory"):
+    with pytest.raises(UsageError, match=r"'0.weight' and '1.weight' share memory"):
         refuse_shared_memory(model)

@@ -40,6 +40,8 @@ def system_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_freed_ranges_are_used_again_best_fit_first(system_calls: list[str]) -> None:
     arena = Arena()
     a, b, c, d = (arena.take(n, limit=NO_LIMIT) for n in (8 * MIB, 2 * MIB, 4 * MIB, 2 * MIB))
+    if c in (a + 8 * MIB, a - 4 * MIB):
+        pytest.skip("the kernel placed the two freed mappings side by side, where they are one range")
     arena.give(a, 8 * MIB)
     arena.give(c, 4 * MIB)
     system_calls.clear()
