@@ -1,0 +1,104 @@
+"""Builds and registers the test device, and is `torch.lag`: what torch asks of a device's module."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SOURCES = Path(__file__).parent / "csrc"
+BUILD = Path(__file__).parents[2] / "build" / "lag"
+
+
+def why_not() -> str | None:
+    """The reason why the device cannot be built here; None if it can."""
+    return None if shutil.which("g++") else "no C++ compiler (g++)"
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Build and register the device; returns the extension with its counters and settings."""
+    from torch.utils import cpp_extension  # imports setuptools
+
+    sources = sorted(SOURCES.glob("*.cpp"))
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.read_bytes())
+    folder = BUILD / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.utils.rename_privateuse1_backend("lag")
+    extension: ModuleType = cpp_extension.load(
+        "lag_device",
+        [str(file) for file in sources],
+        build_directory=str(folder),
+        extra_cflags=["-O1", "-std=c++20", "-Wall", "-Wno-unused-function"],
+        with_cuda=False,
+    )
+    torch._register_device_module("lag", _module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("lag", functools.partial(_make_backend, extension), devices=["lag"])
+    return extension
+
+
+def _make_backend(extension: ModuleType, store: Any, rank: int, size: int, timeout: Any) -> Any:
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("lag", store), rank, size, timeout)
+    return extension.make_backend(gloo, rank, size)
+
+
+def _module(extension: ModuleType) -> ModuleType:
+    """What torch expects of `torch.<device type>`."""
+    module = ModuleType("torch.lag")
+
+    def index_of(device: Any = None) -> int:
+        if device is None:
+            return torch.accelerator.current_device_index()
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        return torch.accelerator.current_device_index() if index is None else index
+
+    def generator_of(device: Any) -> torch.Generator:
+        return extension.default_generator(index_of(device))
+
+    def get_rng_state(device: Any = "lag") -> torch.Tensor:
+        return generator_of(device).get_state()
+
+    def set_rng_state(state: torch.Tensor, device: Any = "lag") -> None:
+        generator_of(device).set_state(state)
+
+    def manual_seed(seed: int) -> None:
+        generator_of(None).manual_seed(seed)
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(extension.device_count()):
+            generator_of(index).manual_seed(seed)
+
+    names: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": extension.device_count,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": lambda device: torch.accelerator.set_device_index(index_of(device)),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(index_of(device)),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(index_of(device)),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed_all,
+        "empty_cache": torch.accelerator.memory.empty_cache,
+        "host_register": extension.host_register,
+        "host_unregister": extension.host_unregister,
+    }
+    for name, value in names.items():
+        setattr(module, name, value)
+    sys.modules["torch.lag"] = module
+    return module
