@@ -10,7 +10,7 @@ from zero_infinity.engine_parts import EngineParts
 from zero_infinity.policy.cache_policy import BlockId, CachePolicy, Decision
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.throttled_device import ThrottledDevice
-from zero_infinity.tiers.accelerator import SlowLink
+from zero_infinity.tiers.emulated_accelerator import SlowLink
 
 
 class PolicyWithoutPrefetch(CachePolicy):

@@ -46,7 +46,7 @@ def build(
     if args.slow == "link":
         place = zi.EmulatedAccelerator(num_bytes // 2, bytes_per_second=args.bandwidth * 1e6)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    return api.prepare_with(parts, model, optimizer, config, accelerator=place)
+    return api.prepare_with(parts, model, optimizer, config, device=place)
 
 
 def step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported, here and in every process that a test starts. Several workers share the cores, and an OpenMP
@@ -10,9 +11,14 @@ from pathlib import Path
 # sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes that tests start find tests/support, too.
+sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 from hypothesis import HealthCheck, settings
+from support import device
+
+# With TEST_DEVICE=lag everything runs on the test device, which is part of the process from then on.
+collect_ignore = ["device"] if device.IS_CPU else []
 
 # `make test` tries the same examples every time: whether it passes depends on the code alone, and an example that once
 # failed is written down as @example. `make test-all` draws new ones (HYPOTHESIS_PROFILE=random) to find what nobody

@@ -165,7 +165,7 @@ class _Rank:
         from zero_infinity import api
         from zero_infinity.config import Config
         from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
-        from zero_infinity.tiers.accelerator import EmulatedAccelerator
+        from zero_infinity.tiers.emulated_accelerator import EmulatedAccelerator
 
         chosen = self._configuration
         parts = DEFAULT_PARTS if chosen.drive_rate is None else EngineParts(slow_drive(chosen.drive_rate))
@@ -180,9 +180,7 @@ class _Rank:
             self._accelerator = EmulatedAccelerator(chosen.device_memory, bytes_per_second=chosen.device_rate)
         self._api: Any = api
         optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
-        self._model, self._optimizer = api.prepare_with(
-            parts, self._model, optimizer, config, accelerator=self._accelerator
-        )
+        self._model, self._optimizer = api.prepare_with(parts, self._model, optimizer, config, device=self._accelerator)
 
     def _count_bytes(self) -> tuple[int, int, int, int]:
         """Of the step that the simulator reports. What runs on into the next one is waited for: it would blur them."""

@@ -32,7 +32,7 @@ from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import ZeroInfinityError
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.text import ByteBatches, standard_library
-from zero_infinity.tiers.accelerator import EmulatedAccelerator
+from zero_infinity.tiers.emulated_accelerator import EmulatedAccelerator
 
 _POLL_SECONDS = 0.0005
 
@@ -60,7 +60,7 @@ class Trainer:
         if self._config is not None:
             device = _emulated_device(setting)
             self._model, self._optimizer = api.prepare_with(
-                self._parts, self._model, self._optimizer, self._config, accelerator=device
+                self._parts, self._model, self._optimizer, self._config, device=device
             )
         self.start = StartReport(
             num_parameters=shape.num_parameters,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what a type checker sees instead of _HOMES
     from zero_infinity.errors import TransferError as TransferError
     from zero_infinity.errors import UsageError as UsageError
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
-    from zero_infinity.tiers.accelerator import EmulatedAccelerator as EmulatedAccelerator
+    from zero_infinity.tiers.emulated_accelerator import EmulatedAccelerator as EmulatedAccelerator
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _EXPORTS = {
     "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
     "ZeroInfinityError",
-    "tiers.accelerator": "EmulatedAccelerator",
+    "tiers.emulated_accelerator": "EmulatedAccelerator",
     "engine_stats": "Stats",
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}

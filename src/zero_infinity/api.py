@@ -35,10 +35,11 @@ from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
+from zero_infinity.params.model_device import find_accelerator, move_unmanaged
 from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.params.unshard import Unsharder, unsharder_of
-from zero_infinity.tiers.accelerator import ComputeDevice, TorchAccelerator
+from zero_infinity.tiers.compute_device import ComputeDevice
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,7 +49,7 @@ def prepare(
     optimizer: Optimizer,
     config: Config | None = None,
     *,
-    accelerator: ComputeDevice | None = None,
+    device: torch.device | str | ComputeDevice | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
@@ -62,8 +63,8 @@ def prepare(
         optimizer: A `torch.optim` optimizer over the model's parameters. It must be element-wise: `Adam`, `AdamW`,
             `SGD` and most others are; `LBFGS`, `SparseAdam`, `Muon` and `Adafactor` are refused.
         config: The settings; `Config()` if omitted. Must equal the one given to `init`, if the model was built there.
-        accelerator: The device to compute on. Default: the one that torch finds, if any. An `EmulatedAccelerator`
-            emulates one on the CPU.
+        device: The device to compute on, such as "cuda:1" or "cpu". Default: the accelerator that the model is on;
+            for a model on the CPU the current accelerator, if torch finds one. An `EmulatedAccelerator` emulates one.
         group: The ranks that share the states, as a process group or a one-dimensional device mesh. Default: the
             default process group, if it is initialized; otherwise one rank.
         activation_group: The ranks that compute identical activations (the tensor-parallel group). Each then keeps a
@@ -83,7 +84,7 @@ def prepare(
         model,
         optimizer,
         config,
-        accelerator=accelerator,
+        device=device,
         group=group,
         activation_group=activation_group,
     )
@@ -95,7 +96,7 @@ def prepare_with(
     optimizer: Optimizer,
     config: Config | None = None,
     *,
-    accelerator: ComputeDevice | None = None,
+    device: torch.device | str | ComputeDevice | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
@@ -106,13 +107,12 @@ def prepare_with(
             "  fix:   call zi.prepare once for each model, with a plain optimizer; one zi.init for each model"
         )
     config = config or Config()
-    place = accelerator or _find_accelerator()
     replicas = find_group(activation_group) if activation_group is not None else None
     ranks = find_group(group, parts.make_traffic)
-    engine = TrainingEngine(model, optimizer, config, place, ranks, replicas, parts)
-    if place is not None:
-        for tensor in (*model.buffers(), *(p for p in model.parameters() if managed(p) is None)):
-            tensor.data = tensor.data.to(place.device)
+    accelerator = find_accelerator(model, device, config, ranks)
+    engine = TrainingEngine(model, optimizer, config, accelerator, ranks, replicas, parts)
+    if accelerator is not None:
+        move_unmanaged(model, accelerator.device)
     return model, StreamedOptimizer(engine, optimizer)
 
 
@@ -365,8 +365,3 @@ def _is_prepared(unsharder: Unsharder) -> bool:
     """True if its parameters are trained, or others from the same zi.init."""
     owner = unsharder.owner
     return owner.is_finished if isinstance(owner, DeferredInit) else True
-
-
-def _find_accelerator() -> ComputeDevice | None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return TorchAccelerator(device) if device is not None else None

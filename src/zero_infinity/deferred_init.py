@@ -33,7 +33,7 @@ from zero_infinity.params.unshard import Unsharder
 from zero_infinity.policy.memory_budget import Home, home_while_building, room_while_building
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.heap import trim_heap
-from zero_infinity.tiers.accelerator import CpuDevice
+from zero_infinity.tiers.compute_device import CpuDevice, memory_of
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.materialize import Materializer
@@ -60,7 +60,8 @@ class DeferredInit:
         self._sources = store.sources
         access = UnitAccess(store.compute_thread, self._sources, store.storages, self)
         self._unsharder = Unsharder(self, access, SavedTensorHooks(access))
-        self._materializer = Materializer(access, store.host_cache, store.store.pool.take, SpareBytes(0), self._budget)
+        allocate = memory_of(store.store.pool)
+        self._materializer = Materializer(access, store.host_cache, allocate, SpareBytes(0), self._budget)
         self._gather_bytes = 0  # for unsharded units
         self._resident_bytes = 0
         self._untrimmed_bytes = 0

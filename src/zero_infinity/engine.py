@@ -27,7 +27,7 @@ from zero_infinity.params.module_hooks import ZeroGradients
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_values import UnitValues
 from zero_infinity.run_trace import STEP
-from zero_infinity.tiers.accelerator import ComputeDevice
+from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.trace import HOST
 
 

@@ -40,7 +40,7 @@ from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import ParameterOwner, Unsharder
 from zero_infinity.policy.memory_budget import copy_lookahead
-from zero_infinity.tiers.accelerator import ComputeDevice, CpuDevice
+from zero_infinity.tiers.compute_device import ComputeDevice, CpuDevice, memory_of
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.attach_tiles import attach_tiles
@@ -189,6 +189,9 @@ class EngineBuilder:
         self._spread_values(channels)
         cache = self._make_cache(channels, routing)
         new_units = [unit for unit in layout.units if not unit.is_stored]
+        for unit in (*layout.units, *(whole.unit for whole in layout.tiled)):
+            for managed in unit.parameters:
+                offloaded_param.move(managed, self._environment.device)
         for unit, home in zip(layout.units, layout.placement.homes, strict=True):
             if not unit.is_stored:
                 store.add(unit, home)
@@ -227,14 +230,17 @@ class EngineBuilder:
         topic = Topic("start", START, "the initial values")
         plain = [local_of(p.detach()) for p in self.layout.managed if offloaded_param.managed(p) is None]
         for tensor in [*plain, *map(local_of, self._model.buffers())]:
-            channels.steps.spread(topic, tensor)
+            host = tensor.to("cpu")
+            channels.steps.spread(topic, host)
+            if tensor is not host and channels.steps.rank != 0:
+                tensor.copy_(host)
 
     def _make_cache(self, channels: Channels | None, routing: ExpertRouting | None) -> DeviceCache | None:
         store, copies = self.parameter_store, self.layout.copies
         if self._accelerator is None and not copies:
             return None
         device: ComputeDevice = self._accelerator or CpuDevice(copies)
-        budget = copies or self._config.device_memory or device.budget
+        budget = copies or self._environment.device_memory or 0
         cache = make_device_cache(
             store.host_cache,
             device,
@@ -296,7 +302,7 @@ class EngineBuilder:
                 self._optimizer,
                 layout.records,
                 store.run_trace,
-                self._accelerator.download if self._accelerator is not None else None,
+                self._accelerator,
             ),
             GradientSettings(
                 reserve=layout.placement.set_aside,
@@ -319,10 +325,10 @@ class EngineBuilder:
     def _materializer(self, access: UnitAccess, cache: DeviceCache | None) -> Materializer:
         store = self.parameter_store
         if self._accelerator is not None and cache is not None:
-            budget = self._config.device_memory or self._accelerator.budget
+            budget = self._environment.device_memory or 0
             return Materializer(access, cache, self._accelerator.allocate, SpareBytes(0), budget)
-        budget = self._environment.budget
-        return Materializer(access, store.host_cache, store.store.pool.take, self.layout.spare, budget)
+        allocate, budget = memory_of(store.store.pool), self._environment.budget
+        return Materializer(access, store.host_cache, allocate, self.layout.spare, budget)
 
     # ------------------------------------------------------------------ hooks
 

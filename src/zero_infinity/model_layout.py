@@ -100,7 +100,7 @@ def _lay_out(
     together = _needed_together(owners, recomputed)
     buffers = _buffers(dict(zip(units, sizes, strict=True)), together, environment)
     if accelerator is not None:
-        _check_device_room(together, config.device_memory or accelerator.budget)
+        _check_device_room(together, environment.device_memory or 0)
     at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
     # Units that will be replaced are still in memory while their successors move in.
     old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)

@@ -83,7 +83,7 @@ def least_device_bytes(make: Callable[[], nn.Module]) -> int:
 
     def prepare(memory: int) -> None:
         config = zi.Config(memory="64MiB", tile_above="1GiB")
-        zi.prepare(model, sgd(model), config, accelerator=zi.EmulatedAccelerator(memory))
+        zi.prepare(model, sgd(model), config, device=zi.EmulatedAccelerator(memory))
 
     return least_accepted(prepare, most=2 * parameter_bytes(make))
 
@@ -95,7 +95,7 @@ def least_host_bytes(make: Callable[[], nn.Module]) -> int:
 
         def prepare(memory: int) -> None:
             config = zi.Config(memory=memory, nvme=directory, tile_above="1GiB")
-            zi.prepare(model, adamw(model), config, accelerator=zi.EmulatedAccelerator(64 << 20))
+            zi.prepare(model, adamw(model), config, device=zi.EmulatedAccelerator(64 << 20))
 
         return least_accepted(prepare, most=2 * parameter_bytes(make) + (64 << 10))
 
@@ -112,7 +112,7 @@ def run_accelerated(
 ) -> Outcome:
     torch.manual_seed(0)
     model = make()
-    model, optimizer = zi.prepare(model, adamw(model), config, accelerator=accelerator)
+    model, optimizer = zi.prepare(model, adamw(model), config, device=accelerator)
     run = Run(model, optimizer, prepared=True)
     torch.manual_seed(1)
     script(run)
@@ -218,7 +218,7 @@ def test_too_little_device_memory_is_an_error_of_prepare(how: str, tmp_path: Pat
     with pytest.raises(
         zi.CapacityError, match=r"'1' needs 20\.0 KiB of device memory.*8\.0 KiB\n  fix:   device_memory"
     ):
-        zi.prepare(model, sgd(model), config, accelerator=accelerator)
+        zi.prepare(model, sgd(model), config, device=accelerator)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -238,7 +238,7 @@ def test_what_fits_is_uploaded_once_a_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = case.make()
     accelerator = zi.EmulatedAccelerator(1 << 20, **FAST)
-    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="1MiB"), accelerator=accelerator)
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="1MiB"), device=accelerator)
     script = training(case.batch, case.loss, num_steps=1)
     counts = []
     for _ in range(6):  # the order is known after two
@@ -298,7 +298,7 @@ def asked_for_in_time(tmp_path: Path) -> float:
     one = 4 * (width * width + width)
     accelerator = zi.EmulatedAccelerator(5 * (one + 4096), bytes_per_second=1e12)
     config = zi.Config(memory="8MiB", nvme=tmp_path)
-    model, optimizer = zi.prepare(nn.Sequential(*layers), sgd(nn.Sequential(*layers)), config, accelerator=accelerator)
+    model, optimizer = zi.prepare(nn.Sequential(*layers), sgd(nn.Sequential(*layers)), config, device=accelerator)
 
     def unit(index: int) -> Unit:
         known = offloaded_param.managed(layers[index].linear.weight)

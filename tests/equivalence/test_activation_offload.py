@@ -454,7 +454,7 @@ def test_on_an_accelerator(how: dict[str, Any], nvme: bool, tmp_path: Path) -> N
     torch.manual_seed(0)
     model = only_layers()
     config = zi.Config(memory="512KiB", nvme=tmp_path if nvme else None, **how)
-    model, optimizer = zi.prepare(model, adamw(model), config, accelerator=zi.EmulatedAccelerator(64 << 10))
+    model, optimizer = zi.prepare(model, adamw(model), config, device=zi.EmulatedAccelerator(64 << 10))
     run = Run(model, optimizer, prepared=True)
     script(run)
     assert zi.stats(model).activation_bytes > 0

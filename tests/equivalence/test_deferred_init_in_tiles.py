@@ -298,7 +298,7 @@ def test_layers_that_are_cut_when_they_are_prepared_leave_no_copy_on_a_device(tm
     def losses(model: nn.Module) -> list[float]:
         config = zi.Config(memory="1MiB", nvme=tmp_path, tile_above="64KiB")
         device = zi.EmulatedAccelerator(2 * shape.num_parameters)
-        model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters()), config, accelerator=device)
+        model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters()), config, device=device)
         assert tiled(model)
         found = []
         for number in range(4):

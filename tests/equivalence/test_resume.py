@@ -248,7 +248,7 @@ def test_user_edits_are_saved(tmp_path: Path) -> None:
     """Also those on an accelerator that no update has seen yet."""
     model = mlp()
     place = zi.EmulatedAccelerator(1 << 20)
-    model, optimizer = zi.prepare(*_with_adamw(model), zi.Config(memory="1MiB", nvme=tmp_path), accelerator=place)
+    model, optimizer = zi.prepare(*_with_adamw(model), zi.Config(memory="1MiB", nvme=tmp_path), device=place)
     first = next(model.parameters())
     first.data[0, 0] = 42.0
     zi.save(tmp_path / "saved", model, optimizer)

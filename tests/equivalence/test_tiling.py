@@ -808,7 +808,7 @@ def test_an_accelerator(tmp_path: Path) -> None:
     model = case.make()
     device = zi.EmulatedAccelerator(48 << 10, bytes_per_second=1e12, latency_seconds=0)
     config = zi.Config(memory="1MiB", nvme=tmp_path, tile_above="4KiB")
-    model, optimizer = zi.prepare(model, sgd(model), config, accelerator=device)
+    model, optimizer = zi.prepare(model, sgd(model), config, device=device)
     assert tiled(model)
     run = Run(model, optimizer, prepared=True)
     torch.manual_seed(1)

@@ -133,7 +133,7 @@ def test_copies_and_gradients_of_a_device(tmp_path: Path) -> None:
     model = deep()
     place = zi.EmulatedAccelerator(1 << 20, bytes_per_second=1e9)
     config = zi.Config(memory=states_of(model) // 2, nvme=tmp_path, device_memory=48 << 10, trace=tmp_path / "run.json")
-    stats, trace = run(model, config, accelerator=place)
+    stats, trace = run(model, config, device=place)
     spans = check_sound(trace)
     by_lane = Counter[str]()
     for span in spans:

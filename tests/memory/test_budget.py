@@ -151,7 +151,7 @@ def test_an_engine_ends_with_its_model(used: str, accelerated: bool, tmp_path: P
         model = mlp()
         accelerator = zi.EmulatedAccelerator(64 << 10) if accelerated else None
         model, optimizer = zi.prepare(
-            model, adamw(model), zi.Config(memory="128KiB", nvme=tmp_path), accelerator=accelerator
+            model, adamw(model), zi.Config(memory="128KiB", nvme=tmp_path), device=accelerator
         )
         pool = weakref.ref(engine_of(model).store.pool)
         if used != "prepared":
@@ -215,7 +215,7 @@ def test_a_full_disk_leaves_a_plain_model(tmp_path: Path, small_blocks: None) ->
 def test_too_small_an_accelerator_leaves_a_plain_model(tmp_path: Path, small_blocks: None) -> None:
     accelerator = zi.EmulatedAccelerator(4096)
     config = zi.Config(memory="128KiB", nvme=tmp_path)
-    _check_failed_prepare(adamw, config, zi.CapacityError, accelerator=accelerator)
+    _check_failed_prepare(adamw, config, zi.CapacityError, device=accelerator)
 
 
 def _check_failed_prepare(

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
+from support.device import DEVICE, IS_CPU, on_device
 from support.patience import SECONDS
 from zero_infinity import model_layout as layout_module
 from zero_infinity.params import offloaded_param
@@ -122,6 +123,8 @@ def compare(
     """Run the script plain and prepared, and raise `Divergence` unless both agree in every bit. Returns the engine's stats."""
     memory = budget_bytes(make, optimizer, setting, **{k: v for k, v in config.items() if k in _ASKED_WITH})
     plain = run_plain(make, script, optimizer, seed=seed)
+    if not IS_CPU and setting.moves:
+        config.setdefault("device_memory", least_device_memory(make))
     settings = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **config)
     prepared = run_prepared(make, script, optimizer, settings, seed=seed)
     assert_identical(plain, prepared)
@@ -133,8 +136,7 @@ def compare(
 
 def run_plain(make: MakeModel, script: Script, optimizer: MakeOptimizer, *, seed: int = 0) -> Outcome:
     torch.manual_seed(seed)
-    model = make()
-    run = Run(model, optimizer(model), prepared=False)
+    run = Run(*_made(make, optimizer), prepared=False)
     torch.manual_seed(seed + 1)
     script(run)
     return _outcome(run)
@@ -199,7 +201,7 @@ def assert_same(what: str, expected: Any, found: Any) -> None:
 def _same_tensor(what: str, expected: torch.Tensor, found: Any) -> None:
     if not isinstance(found, torch.Tensor):
         raise Divergence(f"{what}: a tensor became {found!r}")
-    kinds = [(t.shape, t.dtype, t.requires_grad) for t in (expected, found)]
+    kinds = [(t.shape, t.dtype, t.requires_grad, t.device) for t in (expected, found)]
     if kinds[0] != kinds[1]:
         raise Divergence(f"{what}: {kinds[0]} became {kinds[1]}")
     if not same_bits(expected, found):
@@ -283,6 +285,12 @@ def budget_bytes(make: MakeModel, optimizer: MakeOptimizer, setting: Setting, **
     return max(wanted, minimal)
 
 
+def least_device_memory(make: MakeModel) -> int:
+    """Device memory in which only a few layers fit."""
+    by_module = [sum(p.nbytes for p in module.parameters(recurse=False)) for module in make().modules()]
+    return 3 * max(by_module) + (64 << 10)
+
+
 def _state_bytes(size: memory_budget.UnitSize) -> int:
     return size.parameters + size.record + size.gradients
 
@@ -308,7 +316,7 @@ def least_budget(asked: Asked, *, nvme: bool) -> int:
 
 
 def _made(make: MakeModel, optimizer: MakeOptimizer) -> Prepared:
-    model = make()
+    model = make().to(DEVICE)
     return model, optimizer(model)
 
 
@@ -328,7 +336,7 @@ def training(batch: Callable[[int], Any], loss: Callable[[nn.Module, Any], torch
 
     def script(run: Run) -> None:
         for number in range(num_steps):
-            data = batch(number)
+            data = on_device(batch(number))
             torch.manual_seed(1000 + number)
             run.step(loss(run.model, data))
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from support.compare import seeded
+from support.device import on_device
 
 VOCABULARY = 96
 
@@ -42,19 +43,19 @@ class Case:
 
 
 def vectors(width: int = 32, num_rows: int = 8) -> Callable[[int], torch.Tensor]:
-    return lambda number: torch.randn(num_rows, width, generator=seeded(number))
+    return lambda number: on_device(torch.randn(num_rows, width, generator=seeded(number)))
 
 
 def sequences(width: int = 32, length: int = 6, num_rows: int = 3) -> Callable[[int], torch.Tensor]:
-    return lambda number: torch.randn(num_rows, length, width, generator=seeded(number))
+    return lambda number: on_device(torch.randn(num_rows, length, width, generator=seeded(number)))
 
 
 def images(size: int = 8, channels: int = 3, num_rows: int = 4) -> Callable[[int], torch.Tensor]:
-    return lambda number: torch.randn(num_rows, channels, size, size, generator=seeded(number))
+    return lambda number: on_device(torch.randn(num_rows, channels, size, size, generator=seeded(number)))
 
 
 def tokens(length: int = 8, num_rows: int = 2) -> Callable[[int], torch.Tensor]:
-    return lambda number: torch.randint(2, VOCABULARY, (num_rows, length), generator=seeded(number))
+    return lambda number: on_device(torch.randint(2, VOCABULARY, (num_rows, length), generator=seeded(number)))
 
 
 # ---------------------------------------------------------------------- losses

@@ -32,7 +32,7 @@ def train_and_count(accelerated: bool, directory: Path) -> None:
     accelerator = zi.EmulatedAccelerator(64 << 10, bytes_per_second=1e12) if accelerated else None
     memory = budget_bytes(lambda: mlp(width=64, depth=4), adamw, HALF)
     config = zi.Config(memory=memory, nvme=directory)
-    model, optimizer = zi.prepare(model, adamw(model), config, accelerator=accelerator)
+    model, optimizer = zi.prepare(model, adamw(model), config, device=accelerator)
     script = training(vectors(64), mean_square, num_steps=1)
 
     def train(num_steps: int) -> None:

@@ -19,10 +19,12 @@ import torch
 
 from zero_infinity._torch import call_after_backward, current_graph_task_id, no_torch_function
 from zero_infinity.errors import TornStepError, UsageError
+from zero_infinity.optim.flat_gradient import FlatGradient
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.retained_gradients import RetainedGradients
+from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.step_history import StepHistory
-from zero_infinity.optim.update_jobs import FreshGradients, UnitUpdate, WholeGradients
+from zero_infinity.optim.update_jobs import FreshGradients, RetainGradients, UnitUpdate, WholeGradients
 from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
 from zero_infinity.params.dtensor import local_gradient
 from zero_infinity.params.unit import ManagedParameter, Unit
@@ -48,9 +50,9 @@ class GradientFlow:
         self._rule = UpdateRule(parts.optimizer)
         self._records = parts.records
         self._run_trace = parts.run_trace
-        self._download = parts.download
+        self._accelerator = parts.accelerator
         # With an accelerator, the host cores are free for the update worker.
-        self._shares_cores = parts.download is None
+        self._shares_cores = parts.accelerator is None
         self._retained = RetainedGradients(parts.host_cache, parts.records)
         self._reserve = settings.reserve
         self._num_backwards = settings.num_backwards
@@ -62,7 +64,7 @@ class GradientFlow:
         self.same_order = False  # True if the next cycle is expected to repeat the last one
         self._synchronised = True  # False inside no_sync()
         self._graph_task = -1
-        self._waiting: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
+        self._waiting: dict[Unit, dict[ManagedParameter, FlatGradient]] = {}
         self._outstanding_bytes = 0
         self._lock = threading.Lock()
         self.norms: dict[ManagedParameter, torch.Tensor] = {}
@@ -108,15 +110,19 @@ class GradientFlow:
             waiting = self._waiting.setdefault(unit, {})
             earlier = waiting.pop(parameter, None)  # a tile gets one gradient per use of its parameter
             if earlier is not None:
-                flat.add_(earlier)
+                flat.wait().add_(earlier.wait())
                 self._release(earlier.nbytes)
-            waiting[parameter] = self._retained.take_into(parameter, flat)
+            if parameter in self._retained:
+                self._retained.take_into(parameter, flat.wait())
+            waiting[parameter] = flat
             self._update_when_complete(unit)
+        elif flat.is_here or self._norms:
+            self._retain(parameter, flat.wait())
         else:
-            self._retain(parameter, flat)
+            self._retain_on_arrival(parameter, flat)
 
-    def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient flat, in the order of its unit's elements, in the record's dtype."""
+    def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> FlatGradient:
+        """Return the gradient flat, in the order of its unit's elements; starts to download it from an accelerator."""
         gradient = local_gradient(parameter.parameter, gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
@@ -128,21 +134,17 @@ class GradientFlow:
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
         self.seen.add(parameter)
-        gradient = (
-            gradient.detach() if self._download is None else self._downloaded(parameter, self._download, gradient)
-        )
-        return parameter.flattened(gradient).to(self._records[parameter.unit].dtype)
-
-    def _downloaded(
-        self, parameter: ManagedParameter, download: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
-    ) -> torch.Tensor:
+        flat = parameter.flattened(gradient.detach())
+        dtype = self._records[parameter.unit].dtype
+        if self._accelerator is None or flat.device != self._accelerator.device:  # zeros, or set by hand
+            return FlatGradient(flat, dtype)
         start = time.perf_counter()
-        here = download(gradient.detach())
+        here, transfer = self._accelerator.download(flat)
         trace = self._host_cache.store.trace
         if trace is not None:
             seconds = time.perf_counter() - start
             trace.span(parameter.unit.name, Category.GRADIENT, f"{DEVICE} to {HOST}", start, seconds, here.nbytes)
-        return here
+        return FlatGradient(here, dtype, transfer)
 
     def _follow_backward(self) -> None:
         task = current_graph_task_id()
@@ -186,7 +188,7 @@ class GradientFlow:
             # change while they hold it.
             self.cycle.deferred.add(unit)
             for parameter, flat in waiting.items():
-                self._retain(parameter, flat)
+                self._retain(parameter, flat.wait())
                 self._release(flat.nbytes)
             return
         retained = [p for p in unit.parameters if p in self._retained]
@@ -213,7 +215,7 @@ class GradientFlow:
         if self._outstanding_bytes + num_bytes > self._reserve:
             for waiting in self._waiting.values():
                 for parameter, flat in waiting.items():
-                    self._retain(parameter, flat)
+                    self._retain(parameter, flat.wait())
                     self._release(flat.nbytes)
             self._waiting.clear()
         with self._lock:
@@ -232,6 +234,30 @@ class GradientFlow:
             self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
         self._retained.add(parameter, flat)
 
+    def _retain_on_arrival(self, parameter: ManagedParameter, flat: FlatGradient) -> None:
+        """Let the update worker add a gradient into its gradient blocks once it is in host memory."""
+        unit = parameter.unit
+        self._make_room(flat.nbytes, unit)
+        fresh = WholeGradients({parameter: flat})
+        self._keep(unit, fresh, [parameter], None, lambda: self._release(flat.nbytes))
+
+    def _keep(
+        self,
+        unit: Unit,
+        fresh: FreshGradients,
+        parameters: Sequence[ManagedParameter],
+        squares: dict[Segment, float] | None,
+        done: Callable[[], None],
+    ) -> None:
+        """Let the update worker add fresh gradients of a unit into its gradient blocks."""
+        record = self._records[unit]
+        for chunk in record.chunks:
+            self._host_cache.access(chunk.gradient)
+            self._host_cache.store.hold(chunk.gradient)
+        job = RetainGradients(record, fresh, frozenset(self._retained), squares, done)
+        self._update_worker.submit(job, is_shared=self._shares_cores)
+        self._retained.note(parameters)
+
     def has(self, parameter: ManagedParameter) -> bool:
         """True if a gradient of `parameter` waits for step() or was used by an update of this cycle."""
         waits = parameter in self._waiting.get(parameter.unit, {})
@@ -248,7 +274,8 @@ class GradientFlow:
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Replace the retained gradient."""
         self._retained.release([parameter])
-        self._retain(parameter, parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype))
+        flat = parameter.flattened(gradient.detach().to("cpu"))
+        self._retain(parameter, flat.to(self._records[parameter.unit].dtype))
 
     def drain(self) -> None:
         """Wait for work that follows updates, such as all-gathers."""
@@ -332,7 +359,7 @@ class GradientFlow:
         for unit in self._in_next_order():
             direct = self._waiting.pop(unit, {})
             for parameter, flat in direct.items():
-                self._retain(parameter, flat)
+                self._retain(parameter, flat.wait())
                 self._release(flat.nbytes)
             retained = [p for p in unit.parameters if p in self._retained]
             self._submit(unit, {}, retained, factors)
@@ -357,7 +384,7 @@ class GradientFlow:
     def _submit(
         self,
         unit: Unit,
-        flats: dict[ManagedParameter, torch.Tensor],
+        flats: dict[ManagedParameter, FlatGradient],
         retained: Sequence[ManagedParameter],
         factors: tuple[torch.Tensor, ...],
     ) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch.optim import Optimizer
 
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unit_values import ValueSources
 from zero_infinity.run_trace import RunTrace
+from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.tiers.host_cache import HostCache
 from zero_infinity.tiers.update_worker import UpdateWorker
 
@@ -26,7 +25,7 @@ class GradientParts:
     optimizer: Optimizer
     records: dict[Unit, StateRecord]
     run_trace: RunTrace | None
-    download: Callable[[torch.Tensor], torch.Tensor] | None  # from an accelerator to host memory; None on the CPU
+    accelerator: ComputeDevice | None  # the device that computes gradients; None: the CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class ResidentParameters:
 
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the norm of each existing gradient."""
-        return {p: torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None}
+        return {p: torch.linalg.vector_norm(p.grad).to("cpu") for p in self._parameters if p.grad is not None}
 
     def average(self, channel: Channel) -> None:
         """Replace each gradient by its average over ranks; a missing gradient counts as zeros."""
@@ -49,7 +49,7 @@ class ResidentParameters:
             average = rows[0]
             for row in rows[1:]:
                 average = average + row
-            average = (average / channel.num_ranks).view(flat.shape)
+            average = (average / channel.num_ranks).view(flat.shape).to(parameter.device)
             parameter.grad = torch.view_as_complex(average) if mine.is_complex() else average
 
     def step(self, factors: Iterable[torch.Tensor]) -> None:

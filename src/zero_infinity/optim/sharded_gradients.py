@@ -26,7 +26,7 @@ from zero_infinity.interrupts import through
 from zero_infinity.optim.gradient_flow import GradientFlow, room_for
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.state_records import Segment
-from zero_infinity.optim.update_jobs import RetainGradients, part_of
+from zero_infinity.optim.update_jobs import part_of
 from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.partition import Sharding, Span
@@ -102,7 +102,7 @@ class ShardedGradients(GradientFlow):
             if self._gathered is not None:
                 self._gathered.join(container.name, container.units)
         unit = parameter.unit
-        flat = self._flat(parameter, gradient)
+        flat = self._flat(parameter, gradient).wait()
         if self._keeps_whole and not self._may_update_early(unit):
             if parameter in self._retained and parameter not in self._unsummed:
                 raise UsageError(
@@ -227,17 +227,7 @@ class ShardedGradients(GradientFlow):
         if self._keeps_whole and self._squares is None:
             self._held[unit] = reduced
         else:
-            self._keep(unit, reduced)
-
-    def _keep(self, unit: Unit, reduced: ReducedGradients) -> None:
-        """Add a reduced gradient into the gradient blocks."""
-        record = self._records[unit]
-        for chunk in record.chunks:
-            self._host_cache.access(chunk.gradient)
-            self._host_cache.store.hold(chunk.gradient)
-        job = RetainGradients(record, reduced, frozenset(self._retained), self._squares, _nothing)
-        self._update_worker.submit(job, is_shared=self._shares_cores)
-        self._retained.note(reduced.parameters)
+            self._keep(unit, reduced, reduced.parameters, self._squares, _nothing)
 
     # ------------------------------------------------------------------ the step
 
@@ -305,7 +295,7 @@ class ShardedGradients(GradientFlow):
         """Return the whole average over ranks. Collective: every rank must call it."""
         self._sum_what_is_left()
         for unit, reduced in self._held.items():
-            self._keep(unit, reduced)
+            self._keep(unit, reduced, reduced.parameters, self._squares, _nothing)
         self._held.clear()
         self._update_worker.drain()
         if parameter not in self._retained:

@@ -119,7 +119,9 @@ class TrainingStep:
         for known in shown:
             gradients = [g for part in known.parts if (g := self._gradients.gather(part)) is not None]
             whole = torch.cat(gradients) if len(gradients) > 1 else next(iter(gradients), None)
-            known.parameter.grad = like(known.parameter, whole) if whole is not None else None
+            if whole is not None:
+                whole = like(known.parameter, whole.to(known.cell.device))
+            known.parameter.grad = whole
         try:
             yield
         finally:

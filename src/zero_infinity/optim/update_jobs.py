@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from zero_infinity.optim.flat_gradient import FlatGradient
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
 from zero_infinity.optim.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
 from zero_infinity.params.unit import ManagedParameter
@@ -35,16 +36,16 @@ class FreshGradients(Protocol):
 class WholeGradients:
     """Gradients as computed by autograd, flat, by parameter."""
 
-    def __init__(self, flats: Mapping[ManagedParameter, torch.Tensor]) -> None:
+    def __init__(self, flats: Mapping[ManagedParameter, FlatGradient]) -> None:
         self._flats = flats
 
     @property
     def is_ready(self) -> bool:
-        return True
+        return all(flat.is_here for flat in self._flats.values())
 
     def part(self, segment: Segment) -> torch.Tensor | None:
         flat = self._flats.get(segment.parameter)
-        return None if flat is None else flat[segment.start : segment.stop]
+        return None if flat is None else flat.wait()[segment.start : segment.stop]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from zero_infinity.params.parameter_store import budget_of, sharding_of
 from zero_infinity.params.precision import Precision, computes_with_buffers, multiplies_fast, precision_of
 from zero_infinity.params.unshard import store_of
 from zero_infinity.policy.partition import Sharding
-from zero_infinity.tiers.accelerator import ComputeDevice
+from zero_infinity.tiers.compute_device import ComputeDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class TrainingEnvironment:
 
     @property
     def device_memory(self) -> int | None:
-        """The memory of the accelerator."""
-        return self.config.device_memory or (self.accelerator.budget if self.accelerator is not None else None)
+        """The accelerator's memory for parameters."""
+        return self.config.device_memory or self.accelerator.budget if self.accelerator is not None else None
 
     @property
     def least_budget(self) -> int:

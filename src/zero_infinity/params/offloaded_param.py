@@ -93,12 +93,31 @@ def show(parameter: ManagedParameter, data: torch.Tensor, *, watched: bool) -> N
     point(parameter, data)
 
 
+def move(parameter: ManagedParameter, device: torch.device) -> None:
+    """From now on its values are shown on `device`."""
+    if parameter.cell.device != device:
+        parameter.cell = parameter.cell.to(device)
+        parameter.offloaded_data = parameter.cell.expand(parameter.shape)
+        if managed(parameter.parameter) is parameter:
+            reshard(parameter)
+
+
 def point(parameter: ManagedParameter, data: torch.Tensor) -> None:
     """Replace the data of a parameter, bypassing `__torch_function__`."""
     if parameter.is_distributed:
         set_local_tensor(parameter.parameter, data)
-    else:
+    elif HAS_COMPATIBLE_TYPE(parameter.parameter, data):
         _SET_DATA(parameter.parameter, data)
+    else:
+        replace_by(parameter.parameter, data)
+
+
+def replace_by(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let a parameter have data of a device whose tensors torch does not let it have (those of third parties)."""
+    fresh = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    fresh.__class__ = parameter.__class__
+    fresh.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, fresh)
 
 
 def data_of(parameter: ManagedParameter) -> torch.Tensor:

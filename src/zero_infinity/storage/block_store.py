@@ -237,6 +237,11 @@ class BlockStore:
             with self._monitor.lock:
                 self._end(block, block.uses.next_of(UseKind.READ), dirty=False)
 
+    def readable(self, block: Block) -> bool:
+        """True if `reading` would not wait."""
+        with self._monitor.lock:
+            return self._may_use(block, block.uses.next_of(UseKind.READ))
+
     # ------------------------------------------------------------------ background saves
 
     def begin_snapshot(self, blocks: Iterable[Block]) -> None:

@@ -1,7 +1,8 @@
 """Copies units to the compute device, in order, on its own thread; all-gathers them where they are sharded.
 
-A copy is made from the unit's block in host memory. Where each rank stores a shard, the thread all-gathers the rest, so
-every rank must submit the same copies in the same order.
+A copy is made from the unit's block in host memory, which is held until the device has read it: several copies may be
+under way. Where each rank stores a shard, the thread all-gathers the rest, so every rank must submit the same copies in
+the same order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +26,13 @@ from zero_infinity.policy.partition import Span
 from zero_infinity.policy.unit_sizes import copy_bytes
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
-from zero_infinity.tiers.accelerator import ComputeDevice, DeviceMemory
+from zero_infinity.tiers.compute_device import ComputeDevice, DeviceMemory, Transfer
 from zero_infinity.trace import Category
 
 # How often a thread that waits for the copy thread checks that it is still alive.
 _POLL_SECONDS = 0.1
+# Copies that may be under way at once: enough to keep a link busy, few enough not to hold the host's blocks.
+_MAX_UNDER_WAY = 4
 
 
 class CopySource(Protocol):
@@ -55,7 +60,7 @@ class CopySource(Protocol):
 class DeviceCopy:
     """One unit's elements on the compute device."""
 
-    __slots__ = ("_make_safe", "_ready", "error", "is_dropped", "is_written", "memory", "source")
+    __slots__ = ("_ready", "_transfer", "error", "is_dropped", "is_written", "memory", "source")
 
     def __init__(self, source: CopySource) -> None:
         self.source = source
@@ -63,7 +68,7 @@ class DeviceCopy:
         self.error: BaseException | None = None
         self.is_dropped = False
         self.is_written = False  # the user has had a tensor over it and may have written to it
-        self._make_safe: Callable[[], None] | None = None
+        self._transfer: Transfer | None = None
         self._ready = threading.Event()
 
     @property
@@ -75,11 +80,13 @@ class DeviceCopy:
             self._ready.wait()
 
     def use(self) -> torch.Tensor:
-        """Return the elements, safe to use on the compute stream; raises the error of a failed copy."""
+        """Return the elements, for what this thread launches from now on; raises the error of a failed copy."""
         if self.error is not None:
             raise again(self.error)
-        if self._make_safe is not None:
-            self._make_safe()
+        if self._transfer is not None:
+            self._transfer.order()
+        if self.memory is not None:
+            self.memory.used()
         return self.flat()
 
     def flat(self) -> torch.Tensor:
@@ -87,9 +94,9 @@ class DeviceCopy:
             raise RuntimeError(f"the copy of {self.source.name!r} has no memory")
         return self.memory.tensor()[: _num_bytes(self.source)].view(self.source.compute_dtype)
 
-    def made(self, make_safe: Callable[[], None]) -> None:
-        """The copy is in flight; `make_safe` makes the compute stream wait for it."""
-        self._make_safe = make_safe
+    def made(self, transfer: Transfer) -> None:
+        """The copy is made, or under way."""
+        self._transfer = transfer
 
     def finish(self) -> None:
         """Mark it as done, successfully or not."""
@@ -126,6 +133,7 @@ class Copier:
         self._changed = threading.Condition(threading.Lock())
         self._num_pending = 0
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._under_way: deque[tuple[Transfer, ExitStack]] = deque()  # oldest first, with what keeps its source
         self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
         self._thread.start()
 
@@ -163,8 +171,15 @@ class Copier:
 
     def _work(self) -> None:
         use_one_core()
+        try:
+            self._make_all()
+        finally:
+            while self._under_way:
+                self._finish_oldest()
+
+    def _make_all(self) -> None:
         failed: BaseException | None = None  # set by a failed collective: no collective runs after that
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next_task()) is not None:
             try:
                 if failed is not None:
                     raise again(failed)
@@ -182,26 +197,51 @@ class Copier:
                 self._changed.notify_all()
             del task, copy
 
+    def _next_task(self) -> _Task | None:
+        """Wait for a task; releases the sources of finished copies meanwhile."""
+        while self._under_way:
+            try:
+                return self._tasks.get_nowait()
+            except queue.Empty:
+                self._finish_oldest()
+        return self._tasks.get()
+
+    def _finish_oldest(self) -> None:
+        """Wait until the device has read the oldest source, and release it."""
+        transfer, source = self._under_way.popleft()
+        with source:
+            transfer.wait()
+
     def _make(self, task: _Task) -> None:
         with torch.no_grad():
             if self._channel is not None:
                 self._gather(self._channel, task)
                 return
             for copy in task.copies:
-                source = copy.source
-                if not copy.is_dropped:
-                    copy.memory = self.device.allocate(_num_bytes(source))
-                with self._store.reading(source.the_block()) as memory:
-                    if copy.memory is not None:
-                        copy.made(self._upload(source, memory.view(source.dtype), copy.flat()))
+                self._copy(copy)
 
-    def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def _copy(self, copy: DeviceCopy) -> None:
+        source, block = copy.source, copy.source.the_block()
+        # A block that is not there yet may need the room that sources of earlier copies take.
+        while self._under_way and (len(self._under_way) >= _MAX_UNDER_WAY or not self._store.readable(block)):
+            self._finish_oldest()
+        if not copy.is_dropped:
+            copy.memory = self.device.allocate(_num_bytes(source))
+        with ExitStack() as reading:
+            memory = reading.enter_context(self._store.reading(block))
+            if copy.memory is not None:
+                transfer = self._upload(source, memory.view(source.dtype), copy.flat())
+                copy.made(transfer)
+                if not transfer.is_done:
+                    self._under_way.append((transfer, reading.pop_all()))
+
+    def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         start = time.perf_counter()
-        make_safe = self.device.upload(stored, target)
+        transfer = self.device.upload(stored, target)
         if self._store.trace is not None:
             seconds = time.perf_counter() - start
             self._store.trace.span(source.name, Category.FETCH, self._lane, start, seconds, stored.nbytes)
-        return make_safe
+        return transfer
 
     def _gather(self, channel: Channel, task: _Task) -> None:
         """All-gather these units, including dropped ones: the other ranks take part."""
@@ -214,7 +254,7 @@ class Copier:
                 if source.dtype != source.compute_dtype:
                     whole = torch.empty(source.num_elements, dtype=source.dtype, device=whole.device)
                 stored = memory.view(source.dtype)[: len(source.stored)]
-                self._upload(source, stored, whole[source.stored.start : source.stored.stop])()
+                self._upload(source, stored, whole[source.stored.start : source.stored.stop]).wait()
                 wholes.append((whole, source.spans))
         topic = Topic("parameter gather", task.number, task.name)
         channel.agree(topic)

@@ -18,7 +18,7 @@ from zero_infinity.comm.channel import Channel
 from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError, DivergenceError
 from zero_infinity.policy.cache_policy import NoRoomError
-from zero_infinity.tiers.accelerator import ComputeDevice
+from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.tiers.copier import Copier, CopySource, DeviceCopy, copy_size
 from zero_infinity.tiers.host_cache import HostCache
 from zero_infinity.tiers.tier import Tier
@@ -130,7 +130,9 @@ class CopyMover:
         """Write the values of a copy to the unit's block."""
         with self._host_cache.writing(source.the_block()) as memory:
             mine = flat[source.stored.start : source.stored.stop]
-            memory.view(source.dtype)[: len(mine)].copy_(self._copier.device.download(mine))
+            here, transfer = self._copier.device.download(mine)
+            transfer.wait()
+            memory.view(source.dtype)[: len(mine)].copy_(here)
 
 
 class DeviceCache:

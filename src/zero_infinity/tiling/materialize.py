@@ -19,7 +19,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.policy.sizes import round_up
-from zero_infinity.tiers.accelerator import DeviceMemory
+from zero_infinity.tiers.compute_device import DeviceMemory
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.units import format_bytes, suggest_bytes
 
@@ -58,6 +58,7 @@ class Materializer:
     def acquire(self, unit: Unit) -> torch.Tensor:
         self.settle(unit)
         memory = self._take(unit)
+        memory.used()
         flat = memory.tensor()[: unit.num_elements * unit.compute_dtype.itemsize].view(unit.compute_dtype)
         whole = unit.parameters[0]
         with torch.no_grad():

@@ -16,7 +16,7 @@ from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import DivergenceError
 from zero_infinity.policy.partition import Span
 from zero_infinity.storage.block import Block
-from zero_infinity.tiers.accelerator import CpuDevice
+from zero_infinity.tiers.compute_device import CpuDevice
 from zero_infinity.tiers.copier import Copier, DeviceCopy, copy_size
 
 NUM_ELEMENTS = PAGE // 4

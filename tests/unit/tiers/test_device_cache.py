@@ -33,7 +33,7 @@ def test_synchronize_waits_for_copies_that_were_asked_for() -> None:
     accelerator = LateAccelerator(1 << 20)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     config = zi.Config(memory="4MiB", nvme=None)
-    model, _ = zi.prepare(model, torch.optim.SGD(model.parameters()), config, accelerator=accelerator)
+    model, _ = zi.prepare(model, torch.optim.SGD(model.parameters()), config, device=accelerator)
     engine = engine_of(model)
     cache = engine.cache
     assert cache is not None

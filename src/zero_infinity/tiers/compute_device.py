@@ -1,0 +1,139 @@
+"""Compute devices: the memory that computes the model, and the transfers to and from it.
+
+Everything above uses `ComputeDevice`. Implementations:
+- `CpuDevice`: the CPU, computing in another dtype than parameters are stored in.
+- `torch_device.TorchDevice`: an accelerator that torch knows.
+- `emulated_accelerator.EmulatedAccelerator`: the CPU behind a slow link, to measure overlap without an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zero_infinity.storage.buffer import Buffer
+from zero_infinity.storage.buffer_pool import BufferPool
+
+
+class Transfer(Protocol):
+    """A copy between host and device that may still be under way."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block this thread until the copy is done: its source may be reused, its target read by the host."""
+
+    def order(self) -> None:
+        """Make what this thread launches on the device from now on run after the copy. Blocks no thread."""
+
+
+class DeviceMemory(Protocol):
+    """A piece of device memory."""
+
+    @property
+    def leases(self) -> int:
+        """Number of live tensors over it."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return a new uint8 tensor over it."""
+
+    def used(self) -> None:
+        """What this thread launches on the device from now on may use it, until it is released."""
+
+    def release(self) -> None:
+        """Free it as soon as no tensor over it is alive and the device has done what was launched with it."""
+
+
+class ComputeDevice(Protocol):
+    """The device that computes the model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def budget(self) -> int:
+        """Bytes for copies of parameters."""
+
+    def allocate(self, num_bytes: int) -> DeviceMemory:
+        """Allocate memory for a copy; waits until there is room."""
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        """Copy host memory to the device. `source` must not change before the transfer is done."""
+
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+        """Return a copy in host memory, to be read when the transfer is done. `source` may be freed at once."""
+
+    def close(self) -> None: ...
+
+
+class FinishedTransfer:
+    """A copy that was made at once."""
+
+    is_done = True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def order(self) -> None:
+        """Nothing to order."""
+
+
+FINISHED = FinishedTransfer()
+
+
+class CpuDevice:
+    """The CPU, with a byte budget for copies."""
+
+    def __init__(self, budget: int) -> None:
+        self.pool = BufferPool(budget, name="compute copies")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def budget(self) -> int:
+        return self.pool.budget
+
+    def allocate(self, num_bytes: int) -> DeviceMemory:
+        return CpuMemory(self.pool.take(num_bytes))
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        target.copy_(source)
+        return FINISHED
+
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+        return source, FINISHED
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class CpuMemory:
+    """A buffer of a pool."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    @property
+    def leases(self) -> int:
+        return self._buffer.leases
+
+    def tensor(self) -> torch.Tensor:
+        return self._buffer.tensor()
+
+    def used(self) -> None:
+        """Nothing to note: the CPU computes when it is called."""
+
+    def release(self) -> None:
+        self._buffer.release()
+
+
+def memory_of(pool: BufferPool) -> Callable[[int], DeviceMemory]:
+    """Return a function that allocates host memory from a pool."""
+    return lambda num_bytes: CpuMemory(pool.take(num_bytes))
