@@ -20,6 +20,9 @@ help: ## show this
 train: $(STAMP) ## train a model whose states are six times its memory budget (a minute or two)
 	$(BIN)/zero-infinity train --preset 5M --memory 9MiB --steps 100 --lr 2e-3
 
+# Tests start hundreds of processes: with bytecode on disk none of them compiles what another one has compiled.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP) ## run the tests (WORKERS=4 processes)
 	$(BIN)/pytest -n $(WORKERS) -m "not long" --durations=20 tests
 

@@ -1,4 +1,4 @@
-"""Settings for every test: threads, and how hypothesis searches."""
+"""Settings for every test: threads, seeds, and how hypothesis searches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
-from hypothesis import HealthCheck, settings
-from support import device
+import pytest
+from support import device, hypothesis_profile
 
 # With TEST_DEVICE=lag everything runs on the test device, which is part of the process from then on.
 collect_ignore = ["device"] if device.IS_CPU else []
 
-# `make test` tries the same examples every time: whether it passes depends on the code alone, and an example that once
-# failed is written down as @example. `make test-all` draws new ones (HYPOTHESIS_PROFILE=random) to find what nobody
-# thought of. No deadline and no check of the time that examples take: on a busy machine they say nothing about the code.
-settings.register_profile(
-    "random",
-    deadline=None,
-    max_examples=50,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-settings.register_profile("same", parent=settings.get_profile("random"), derandomize=True, database=None)
-settings.register_profile("thorough", parent=settings.get_profile("random"), max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+def pytest_collectstart() -> None:
+    """Before each module is imported: its tests take the profile that is loaded then.
+
+    A module that imports torch's own tests leaves the profile that torch loads: ten examples, drawn at random.
+    """
+    hypothesis_profile.load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_seeds() -> None:
+    if "torch" in sys.modules:
+        from support.cpu_seeds import seed_the_cpu_only
+
+        seed_the_cpu_only()

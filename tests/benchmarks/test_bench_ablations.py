@@ -20,7 +20,7 @@ from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.policy.cache_policy import Decision
 
-TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=100".split()  # noqa: SIM905 - as typed
+TINY = "--layers=2 --hidden=128 --seq=16 --steps=1 --warmup=3 --timeout=240".split()  # noqa: SIM905 - as typed
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from support.patience import SECONDS
 
 from benchmarks.__main__ import main
 from benchmarks.capacity import Trainee, Trial, Way, largest
@@ -46,7 +47,7 @@ def test_a_model_that_the_kernel_kills_trains_within_the_same_limit(groups: None
     limit = 512 * MIB
 
     def train(way: Way) -> Trial:
-        return Trainee(race, way, str(tmp_path), "", timeout=120).train(limit, lambda _: None)
+        return Trainee(race, way, str(tmp_path), "", timeout=SECONDS).train(limit, lambda _: None)
 
     plain = train(Way("plain"))
     assert plain.error == "killed by the kernel: more than 512.0 MiB of memory"

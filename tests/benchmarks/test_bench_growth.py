@@ -14,7 +14,7 @@ from benchmarks.growth.command import AXES, Grown, Point, laws, points
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race, Setting
 
-TINY = "--layers=1 --hidden=64 --seq=16 --steps=1 --warmup=2 --timeout=100".split()  # noqa: SIM905 - as typed
+TINY = "--layers=1 --hidden=64 --seq=16 --steps=1 --warmup=2 --timeout=240".split()  # noqa: SIM905 - as typed
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from benchmarks.peers import command
 from benchmarks.peers.command import PEERS
 from benchmarks.peers.report import changed_lines
 
-TINY = "--contests=1x64:1x16 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
+TINY = "--contests=1x64:1x16 --steps=2 --warmup=1 --timeout=240".split()  # noqa: SIM905 - as typed
 
 
 @pytest.fixture(autouse=True)

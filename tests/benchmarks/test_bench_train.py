@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.patience import SECONDS
 
 from benchmarks.__main__ import main
 from benchmarks.numbers.contest_tables import train_table
@@ -24,7 +25,7 @@ from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import FinishReport, Race, Sample, Setting
 from zero_infinity.models.presets import Shape
 
-TINY = "--layers=2 --hidden=64 --batch=2 --seq=32 --steps=2 --warmup=1 --timeout=60".split()  # noqa: SIM905 - as typed
+TINY = "--layers=2 --hidden=64 --batch=2 --seq=32 --steps=2 --warmup=1 --timeout=240".split()  # noqa: SIM905 - as typed
 RACE = Race(layers=1, hidden=64, heads=1, batch=1, seq=8, seed=0, lr=1e-3, num_steps=4)
 
 # Speaks the protocol without torch. Takes two steps; what happens then is the test's choice.
@@ -204,7 +205,7 @@ def test_no_process_is_left_when_the_command_is_ended(number: int, code: int, tm
         workers = children_of(command.pid)
         assert len(workers) == 2
         command.send_signal(number)
-        assert command.wait(20) == code
+        assert command.wait(SECONDS) == code
     deadline = time.monotonic() + 5
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.patience import SECONDS
 
 from zero_infinity.cli.main import main
 from zero_infinity.cli.report_data import page_data
@@ -106,7 +107,7 @@ def test_in_a_browser(content: str, tmp_path: Path) -> None:
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     result = subprocess.run(
         [browser, *flags, profile, "--dump-dom", (tmp_path / "page.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     if result.returncode or not result.stdout.strip():
         pytest.skip(f"Chromium does not start here: {result.stderr.strip()[-200:]}")
@@ -119,7 +120,7 @@ def test_in_a_browser(content: str, tmp_path: Path) -> None:
         assert re.search(r'id="traffic"><table>.*NVMe', page, re.DOTALL)
         picture = tmp_path / "page.png"
         command = [browser, *flags, profile, f"--screenshot={picture}", (tmp_path / "page.html").as_uri()]
-        subprocess.run(command, capture_output=True, timeout=120, check=True)
+        subprocess.run(command, capture_output=True, timeout=SECONDS, check=True)
         pixels = pytest.importorskip("matplotlib.image").imread(picture)[..., :3]
         for colour in ("4c78a8", "54a24b", "f58518"):  # compute, fetch, write-back
             expected = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]

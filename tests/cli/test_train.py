@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import SECONDS
 
 from zero_infinity import Config, StorageError
 from zero_infinity.cli import train_loop
@@ -260,7 +261,7 @@ def test_a_signal_ends_the_run_after_its_step(number: signal.Signals, code: int,
         assert json.loads(process.stdout.readline())["step"] == 1
         assert len(os.listdir(here)) == 1
         process.send_signal(number)
-        output, error = process.communicate(timeout=60)
+        output, error = process.communicate(timeout=SECONDS)
     summary = json.loads(output.splitlines()[-1])
     assert process.returncode == code
     assert summary["interrupted_by"] == number.name

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import SECONDS
 from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -292,7 +293,7 @@ def test_torchrun_restarts_after_a_lost_rank(here: Path) -> None:
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert "goes on after step 2, from saved" in done.stdout

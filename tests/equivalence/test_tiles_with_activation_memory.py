@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import Outcome, Run, asked_of_place, assert_identical, least_budget, run_plain, seeded, sgd
 from support.matrix import thinned
@@ -167,7 +167,7 @@ def test_tiles_with_every_home_of_activations(offload: bool | str, how: str, tmp
     compare(Loop(clips=True, between=("evaluate",)), tmp_path, update="after_backward", **how)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     interval=st.sampled_from([False, True, 2, 3]),
     offload=st.sampled_from(OFFLOADS),

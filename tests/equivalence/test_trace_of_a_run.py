@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.compare import FITS_RAM, HALF, MINIMAL, SETTINGS, Setting, adamw, compare, training
 from support.models import mean_square, mlp, vectors
-from support.patience import wait_until
+from support.patience import SECONDS, wait_until
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -193,7 +193,9 @@ def main():
     return model, optimizer
 {last}
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert (result.returncode, result.stderr) == (3 if "raise" in last else 0, "")
     assert "step" in {span.name for span in traces.read(tmp_path / "run.json").spans}
 

@@ -461,6 +461,7 @@ else:
 """
 
 
+@pytest.mark.parametrize("repeats", [1, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "ways",
     [
@@ -469,9 +470,8 @@ else:
     ],
     ids=["where training is", "how it ends"],
 )
-def test_the_end_of_the_interpreter_needs_no_cleaning_up(ways: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_end_of_the_interpreter_needs_no_cleaning_up(ways: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
     """Wherever training is when the script ends: no hang, no traceback, no abort, nothing in the directory."""
-    repeats = 2
     code, output, errors = children.run(EXITS, str(tmp_path), str(repeats), *ways)
     assert code == 0, errors
     codes: dict[str, list[str]] = {}

@@ -16,6 +16,9 @@ import support.rank_faults
 import support.tensor_parallel
 import zero_infinity.api
 import zero_infinity.cli.train_loop
+from support.cpu_seeds import seed_the_cpu_only
+
+seed_the_cpu_only()
 
 # No collection in a child looks at what is here: that would copy every page of it.
 gc.collect()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.patience import SECONDS
 
 import zero_infinity
 from zero_infinity import Config, Stats, ZeroInfinityError, errors
@@ -99,7 +100,7 @@ def test_runnable_code_runs(page: str, tmp_path: Path) -> None:
     assert blocks
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", "\n".join(blocks)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
 

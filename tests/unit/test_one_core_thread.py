@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.patience import SECONDS
 from torch import nn
 
 import zero_infinity as zi
@@ -63,7 +64,9 @@ print(len([t for t in map(int, os.listdir("/proc/self/task")) if t not in named]
     plain += "print(len(os.listdir('/proc/self/task')) - 1)"
     unnamed = [
         int(
-            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout
+            subprocess.run(
+                [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=SECONDS
+            ).stdout
         )
         for code in (plain, program)
     ]

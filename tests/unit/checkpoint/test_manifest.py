@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import zero_infinity as zi
@@ -21,7 +21,6 @@ from zero_infinity.checkpoint.manifest import (
 )
 
 FILE = "model-00001-of-00001.safetensors"
-in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def example() -> Manifest:
@@ -132,7 +131,6 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [found for key, item in inner for found in [(*path, key), *_paths(item, (*path, key))]]
 
 
-@in_a_directory
 @given(path=st.sampled_from(_paths(json.loads(example().to_bytes()))), value=values)
 def test_any_value_anywhere_is_read_or_refused(path: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
     try:

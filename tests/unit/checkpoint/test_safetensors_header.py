@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,10 +19,8 @@ dtypes = st.sampled_from(["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8"
 tensors = st.dictionaries(
     st.text(min_size=1, max_size=20).filter(lambda n: n != "__metadata__"), st.tuples(dtypes, shapes)
 )
-in_a_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-@in_a_directory
 @given(kinds=tensors)
 def test_the_safetensors_package_reads_what_is_composed(
     kinds: dict[str, tuple[str, list[int]]], tmp_path: Path
@@ -43,7 +41,6 @@ def test_the_safetensors_package_reads_what_is_composed(
             assert stored == data[entry.start - len(beginning) : entry.stop - len(beginning)]
 
 
-@in_a_directory
 @given(kinds=tensors)
 def test_reads_what_the_package_writes(kinds: dict[str, tuple[str, list[int]]], tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -102,7 +99,6 @@ def test_lengths_that_cannot_be(tmp_path: Path) -> None:
         safetensors_header.read_header(tmp_path / "other")
 
 
-@in_a_directory
 @given(noise=st.binary(max_size=200), place=st.integers(0, 300), byte=st.integers(0, 255))
 def test_any_bytes_are_read_or_refused(noise: bytes, place: int, byte: int, tmp_path: Path) -> None:
     path = tmp_path / "file"

@@ -35,5 +35,5 @@ def test_an_event_wakes_a_thread_that_waits() -> None:
     thread.start()
     with monitor.lock, monitor.lock:  # reentrant
         monitor.notify()
-    thread.join(20)
+    thread.join(SECONDS)
     assert seen == [1]
