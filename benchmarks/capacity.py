@@ -99,7 +99,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--layers", type=int, default=112, metavar="N", help="the largest model that is tried (112: 1.4B)"
     )
     parser.add_argument("--hidden", type=int, default=1024, metavar="N", help="its width (1024: 13M a layer)")
-    parser.add_argument("--peers", action="store_true", help="also FSDP2, mapped files and DeepSpeed: see bench peers")
+    parser.add_argument(
+        "--peers", action="store_true", help="also FSDP2, mapped files and DeepSpeed: see the benchmark peers"
+    )
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one step (600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write capacity.json there")

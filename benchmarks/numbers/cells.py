@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 _GIB = 2**30
+# How benchmarks were called while they were part of the package. Results keep the command as it was typed.
+_OLD_CALL, _CALL = "zero-infinity bench ", "python -m benchmarks "
 
 
 def origin(result: dict[str, Any]) -> str:
+    """The command as it is called today, the commit, the date and the machine."""
+    command = result["command"].replace(_OLD_CALL, _CALL)
     machine = ", ".join(str(value) for key, value in result["machine"].items() if key != "load")
-    return f"`{result['command']}`, commit {result['commit']}, {result['date'][:10]}; {machine}"
+    return f"`{command}`, commit {result['commit']}, {result['date'][:10]}; {machine}"
 
 
 def size(num_bytes: float) -> str:

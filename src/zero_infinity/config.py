@@ -263,11 +263,13 @@ def _directories(field: str, value: object) -> tuple[Path, ...]:
 
 def _check_directory(field: str, path: Path) -> None:
     if not path.exists():
-        raise ConfigError(f"{field}: {path} does not exist\n  fix: mkdir -p {path}, or mount the drive there")
+        raise ConfigError(f"{field}: {path} does not exist\n  fix:   mkdir -p {path}, or mount the drive there")
     if not path.is_dir():
         raise ConfigError(f"{field}: {path} is a file; accepted: a directory, several directories, or None")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{field}: {path} is not writable by this user\n  fix: its permissions, or another directory")
+        raise ConfigError(
+            f"{field}: {path} is not writable by this user\n  fix:   its permissions, or another directory"
+        )
 
 
 def _output_file(field: str, value: object) -> Path | None:

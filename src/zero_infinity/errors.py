@@ -16,7 +16,8 @@
     └── UsageError             a call that the engine cannot honour (also a RuntimeError)
         └── TornStepError      a step was interrupted half-way: only some parameters are updated
 
-A message names the parameter, path or rank, both numbers with units, and the setting that fixes it.
+A message names the parameter, path or rank, both numbers with units, and what to do: a `fix:` line, the accepted values
+or a suggestion.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from zero_infinity.trace import COMPUTE, HOST, PHASES, WAIT, Category, Trace
 
 logger = logging.getLogger(__name__)
 
-# About 40 MB, not part of the engine's budget: some hundred steps of a model with a hundred layers. The oldest events
+# About 35 MB, not part of the engine's budget: some hundred steps of a model with a hundred layers. The oldest events
 # are dropped first.
 MAX_EVENTS = 200_000
 

@@ -60,7 +60,7 @@ def test_a_region_is_replaced_and_names_where_it_comes_from() -> None:
         "2.0 GiB",
         "16.8 GB",
         "the same losses",
-        "zero-infinity bench it",
+        "`python -m benchmarks it`",
         "abc",
         "2026-01-02",
         "2 cores",

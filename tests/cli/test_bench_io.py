@@ -105,7 +105,7 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--size 1KiB is too small" in capsys.readouterr().err
     assert main(["bench", "io", str(tmp_path / "missing")]) == 1
     error = capsys.readouterr().err
-    assert "does not exist; fix: mkdir -p" in error
+    assert "does not exist\n  fix:   mkdir -p" in error
     assert "Traceback" not in error
     assert main(["bench", "io"]) == 2
 

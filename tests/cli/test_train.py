@@ -163,7 +163,7 @@ def test_a_hugging_face_config(config: dict[str, object], here: Path, capsys: py
         (["--data", "short.txt"], "the data is 5 B of text"),
         (["--memory", "0"], "ConfigError: memory='0' is not valid"),
         (["--memory", "12XB"], "ConfigError: memory: '12XB' is not a size"),
-        (["--nvme", "missing"], "missing does not exist\n  fix: mkdir -p"),
+        (["--nvme", "missing"], "missing does not exist\n  fix:   mkdir -p"),
         (["--hf", "missing.json"], "hf: missing.json cannot be read"),
         (["--hf", "short.txt"], "hf: short.txt is not JSON"),
         (["--hf", "clip.json"], "'clip' has no causal language model"),

@@ -168,7 +168,7 @@ def test_nvme_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_nvme_that_is_missing_is_not_created(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"nvme: {tmp_path}/no does not exist\n  fix: mkdir -p {tmp_path}/no"):
+    with pytest.raises(ConfigError, match=rf"nvme: {tmp_path}/no does not exist\n  fix:   mkdir -p {tmp_path}/no"):
         Config(nvme=tmp_path / "no")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,6 +1,6 @@
 """The save that runs while training continues: at most one at a time, on a thread of its own.
 
-The training thread waits for it at known points (the next save or load, `zi.synchronize`), where it also gets its
+The compute thread waits for it at known points (the next save or load, `zi.synchronize`), where it also gets its
 errors. Knows nothing of what is saved.
 """
 
@@ -67,5 +67,5 @@ class BackgroundSave:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - raised on the training thread by wait()
+        except BaseException as error:  # noqa: BLE001 - raised on the compute thread by wait()
             self._error = error.with_traceback(None)  # whose frames hold the model

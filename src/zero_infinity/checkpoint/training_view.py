@@ -37,7 +37,7 @@ class WeightsView(Protocol):
 
     @property
     def step_channel(self) -> Channel | None:
-        """To the other ranks, for the computing thread; None while the model is being built."""
+        """To the other ranks, for the compute thread; None while the model is being built."""
 
     @property
     def units(self) -> Sequence[Unit]:

@@ -1,6 +1,6 @@
 """Exit codes of commands, and the text of an error.
 
-0 success, 1 failure, 2 invalid command or settings, 130 interrupted.
+0 success, 1 failure, 2 invalid command, setting or call; 130, 143 and 141 after SIGINT, SIGTERM and SIGPIPE.
 """
 
 from __future__ import annotations

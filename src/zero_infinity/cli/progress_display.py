@@ -35,7 +35,7 @@ class Step:
     memory_budget: int
     read_bytes_per_second: float
     write_bytes_per_second: float
-    wait_fraction: float  # of the step: the training thread waited for a block or for the update
+    wait_fraction: float  # of the step: the compute thread waited for a block or for the update
     seconds_left: float
     ranks: int = 1
     memory_held_most: int = 0  # on the rank that holds most; `memory_held` is this rank's

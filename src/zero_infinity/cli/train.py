@@ -43,7 +43,8 @@ OPTIMIZERS = {
     "radam": 1e-3,
     "adadelta": 1.0,
 }
-# Options and settings that may differ between ranks; the smallest memory budget applies to all.
+# Options and settings that may differ between ranks. Each rank's cache has its own memory budget; sizes on which ranks
+# must agree (buffers, gathered units, tiles) follow from the smallest one.
 _OF_ONE_RANK = {
     "data",
     "memory",

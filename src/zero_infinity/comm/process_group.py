@@ -206,7 +206,10 @@ class RankGroup:
             self._store.wait([key], self._timeout)
             return str(self._store.get(key).decode())
         except RuntimeError as lost:
-            raise LostRankError(f"rank {rank} did not complete {phase} ({lost})") from lost
+            raise LostRankError(
+                f"rank {rank} did not complete {phase} ({lost})\n"
+                "  fix:   read that rank's output; it hangs or has ended"
+            ) from lost
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

@@ -3,8 +3,8 @@
 Stored: `param_dtype`, else the parameter's own. Optimized: `optim_dtype`, else float32 for 16-bit storage (master
 weights) and the stored dtype otherwise. Computed: `compute_dtype`; else, if storage was set to 16 bits, that dtype if
 this machine multiplies matrices in it about as fast as in float32. That is measured, never assumed: on CPUs without
-16-bit instructions it is 100 times slower, and then 16 bits are used for storage and transfer only. Batch norms compute
-in the dtype in which they were created.
+16-bit instructions it is many times slower, and then 16 bits are used for storage and transfer only. Batch norms
+compute in the dtype in which they were created.
 """
 
 from __future__ import annotations

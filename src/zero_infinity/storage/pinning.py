@@ -1,7 +1,7 @@
-"""Pinned host memory: registering mapped memory with an accelerator, so that copies to and from it are asynchronous.
+"""Pinned host memory, for asynchronous copies to and from an accelerator; the engine does not use it yet.
 
-Owns the calls to the accelerator's runtime. `Arena` decides what to register and when; a `BufferPool` that is given no
-`Pinning` uses pageable memory.
+Owns the calls to the accelerator's runtime that register mapped memory. `Arena` decides what to register and when; a
+`BufferPool` that is given no `Pinning`, as those of the engine, uses pageable memory.
 """
 
 from __future__ import annotations

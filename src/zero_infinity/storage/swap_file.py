@@ -188,7 +188,7 @@ def fallocate(descriptor: int, offset: int, num_bytes: int) -> bool:
 def _no_room(directory: str, needed: int, free: int, error: OSError) -> SwapSpaceError:
     message = (
         f"nvme={directory!r}: {format_bytes(needed)} of swap space is needed, {format_bytes(free)} is free"
-        f" ({error.strerror}); fix: free some space there, or give a directory on a larger drive"
+        f" ({error.strerror})\n  fix:   free some space there, or give a directory on a larger drive"
     )
     return SwapSpaceError(error.errno, message, directory)
 
@@ -198,17 +198,19 @@ def _refusal(directory: str, error: OSError) -> SwapSpaceError:
     setting = f"nvme={directory!r}"
     match error.errno:
         case errno.ENOENT:
-            message = f"{setting} does not exist; fix: mkdir -p {directory}, or give another directory"
+            message = f"{setting} does not exist\n  fix:   mkdir -p {directory}, or give another directory"
         case errno.ENOTDIR if os.path.exists(directory):
-            message = f"{setting} is a file; give a directory"
+            message = f"{setting} is a file\n  fix:   give a directory"
         case errno.ENOTDIR:
-            message = f"{setting} leads through a file; give a directory"
+            message = f"{setting} leads through a file\n  fix:   give a directory"
         case errno.EROFS:
-            message = f"{setting} is on a read-only file system; give a directory that can be written"
+            message = f"{setting} is on a read-only file system\n  fix:   give a directory that can be written"
         case errno.EACCES | errno.EPERM:
-            message = f"{setting} may not be written by user {os.geteuid()}; fix: chown it, or give another directory"
+            message = (
+                f"{setting} may not be written by user {os.geteuid()}\n  fix:   chown it, or give another directory"
+            )
         case errno.ENOSPC | errno.EDQUOT:
-            message = f"{setting} is full ({error.strerror}); fix: free some space there, or give another directory"
+            message = f"{setting} is full ({error.strerror})\n  fix:   free some space there, or give another directory"
         case _:
-            message = f"no swap file can be made in {setting}: {error.strerror}; give another directory"
+            message = f"no swap file can be made in {setting}: {error.strerror}\n  fix:   give another directory"
     return SwapSpaceError(error.errno, message, directory)

@@ -167,7 +167,7 @@ class UpdateWorker:
         while self._is_needed():
             try:
                 self._go_on(wait=True)
-            except BaseException as error:  # noqa: BLE001 - handed to the training thread by check()
+            except BaseException as error:  # noqa: BLE001 - handed to the compute thread by check()
                 # Without its frames, which would keep the model alive as long as the error.
                 error.add_note("in the update worker:\n" + "".join(traceback.format_tb(error.__traceback__)))
                 self._fail(error.with_traceback(None))

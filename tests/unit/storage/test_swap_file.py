@@ -126,7 +126,7 @@ def test_without_fallocate_the_free_space_is_checked_and_the_doubt_is_said(tmp_p
 
 def test_a_missing_directory(tmp_path: Path) -> None:
     path = tmp_path / "missing"
-    with pytest.raises(SwapSpaceError, match=f"nvme='{path}' does not exist; fix: mkdir -p") as caught:
+    with pytest.raises(SwapSpaceError, match=f"nvme='{path}' does not exist\n  fix:   mkdir -p") as caught:
         FileDevice(path)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(path))
 
@@ -134,7 +134,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
-    with pytest.raises(SwapSpaceError, match=f"nvme='{path}' is a file; give a directory"):
+    with pytest.raises(SwapSpaceError, match=f"nvme='{path}' is a file\n  fix:   give a directory"):
         FileDevice(path)
     with pytest.raises(SwapSpaceError, match="leads through a file"):
         FileDevice(path / "deeper")
