@@ -28,8 +28,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "activations/recompute.py": "equivalence/test_activation_checkpointing.py",
     "api.py": "unit/test_public_api.py",
     "cli/bench.py": "cli/test_main.py",
-    "cli/bench_hardware_engine_cost.py": "cli/test_bench_hardware.py",
-    "cli/bench_io_fio.py": "cli/test_bench_io.py",
     "cli/exit_codes.py": "cli/test_main.py",
     "cli/export.py": "cli/test_train_checkpoints.py",
     "cli/plan.py": "cli/test_plan_command.py",

@@ -62,14 +62,9 @@ class Check:
     remedy: str = ""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine: direct I/O, memory, limits, 16-bit speed",
-        description="Check whether this machine and the drive of DIR are ready for training. Exit code 1 if not.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Check whether this machine and the drive of DIR are ready for training. Exit code 1 if not."
+    parser.epilog = EPILOG
     parser.add_argument(
         "directory",
         metavar="DIR",

@@ -22,15 +22,12 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "paper",
-        help="recompute tables and figures of the ZeRO papers",
-        description="Recompute tables and figures of the ZeRO and ZeRO-Infinity papers, and compare them with the "
-        "published numbers.",
-        epilog=_EPILOG + "\nexhibits:\n" + textwrap.fill(", ".join(catalogue.NAMES), 78),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Recompute tables and figures of the ZeRO and ZeRO-Infinity papers, and compare them with the "
+        "published numbers."
     )
+    parser.epilog = _EPILOG + "\nexhibits:\n" + textwrap.fill(", ".join(catalogue.NAMES), 78)
     parser.add_argument("name", nargs="?", default="all", metavar="NAME", help="name of an exhibit (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write CSV, SVG, PNG and index.html to DIR")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

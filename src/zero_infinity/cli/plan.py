@@ -26,14 +26,9 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict memory per tier and step time before training",
-        description="Predict the bytes on every tier, the bandwidth that is needed and available, and the step time.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Predict the bytes on every tier, the bandwidth needed and available, and the step time."
+    parser.epilog = _EPILOG
     plan_arguments.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)

@@ -22,15 +22,12 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="make an HTML page from a trace",
-        description="Make an HTML page from a trace: lanes over time, memory held against its budget, traffic by link\n"
-        "and exposed waits by module. The page is self-contained and needs no network.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make an HTML page from a trace: lanes over time, memory held against its budget, traffic by link\n"
+        "and exposed waits by module. The page is self-contained and needs no network."
     )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "trace",
         type=Path,

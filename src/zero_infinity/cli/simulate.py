@@ -29,14 +29,9 @@ View the trace with zero-infinity report step.json -o step.html, or in ui.perfet
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "simulate",
-        help="simulate a training step on given hardware",
-        description="Simulate one steady training step: the engine's own cache policy over links of given speed.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Simulate one steady training step: the engine's own cache policy over links of given speed."
+    parser.epilog = _EPILOG
     plan_arguments.add_options(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write two steps as Chrome trace JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

@@ -44,18 +44,7 @@ OPTIMIZERS = {
     "adadelta": 1.0,
 }
 # Options and settings that may differ between ranks; the smallest memory budget applies to all.
-_OF_ONE_RANK = {
-    "data",
-    "memory",
-    "device_memory",
-    "nvme",
-    "config",
-    "hf",
-    "pretrained",
-    "json",
-    "log_every",
-    "run",
-}
+_OF_ONE_RANK = {"data", "memory", "device_memory", "nvme", "config", "hf", "pretrained", "json", "log_every", "run"}
 SWAP_PREFIX = ".zero-infinity-swap-"
 
 EPILOG = """\
@@ -74,22 +63,13 @@ exits with code 130 (or 143); a second one stops at once. If a rank is lost, not
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model whose states are larger than memory",
-        description="Train a byte-level GPT, or a model from a Hugging Face config, on text, within a memory budget.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a byte-level GPT, or a Hugging Face model, on text, within a memory budget."
+    parser.epilog = EPILOG
     model = parser.add_argument_group("model")
     model.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default {DEFAULT_PRESET})")
-    for name, text in (
-        ("layers", "blocks"),
-        ("hidden", "width"),
-        ("heads", "attention heads"),
-        ("seq", "sequence length"),
-    ):
+    sizes = {"layers": "blocks", "hidden": "width", "heads": "attention heads", "seq": "sequence length"}
+    for name, text in sizes.items():
         model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, instead of the preset's")
     model.add_argument("--tied", action="store_true", help="share the embedding's weight with the output head")
     model.add_argument(
@@ -155,14 +135,7 @@ def run(args: argparse.Namespace) -> int:
                 model = _model(args)
                 from zero_infinity.cli.train_checkpoints import options_of
 
-                save = options_of(
-                    args.save,
-                    args.save_every,
-                    args.keep,
-                    ranks,
-                    resume=args.resume,
-                    background=args.save_in_background,
-                )
+                save = options_of(args, is_first=ranks.rank == 0)
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.train_loop import train
