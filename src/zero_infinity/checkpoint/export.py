@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_infinity.checkpoint.checkpoint_directory import find
 from zero_infinity.checkpoint.dtype_conversion import to_file_bytes
 from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
 from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
-from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
-from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import TrainingView

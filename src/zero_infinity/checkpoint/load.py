@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint import rank_state
+from zero_infinity.checkpoint.checkpoint_directory import find
 from zero_infinity.checkpoint.dtype_conversion import as_real
-from zero_infinity.checkpoint.find_checkpoint import find
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
 from zero_infinity.checkpoint.model_contents import contents_of, state_key
-from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView

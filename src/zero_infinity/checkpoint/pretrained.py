@@ -16,10 +16,9 @@ from torch import nn
 
 from zero_infinity.checkpoint.dtype_conversion import TensorSource, as_real
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_loading
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, contents_of
-from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView

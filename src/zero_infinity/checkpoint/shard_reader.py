@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zero_infinity.checkpoint.dtype_conversion import BlockCopy, TensorSource, copies_into_block
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressMeter
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart
-from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import ManagedParameter, Unit

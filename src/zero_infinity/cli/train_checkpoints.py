@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_infinity import api
-from zero_infinity.checkpoint.atomic_save import CheckpointDraft
-from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import CheckpointDraft, has_checkpoint
 from zero_infinity.cli.progress_display import Progress
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.text import ByteBatches

@@ -3,9 +3,8 @@ from __future__ import annotations
 import torch
 from support.prepared import Prepared
 
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, ProgressMeter
 from zero_infinity.checkpoint.model_contents import contents_of
-from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.shard_reader import ShardReader
 
 
