@@ -56,6 +56,10 @@ class StoredTensor:
         sizes = dict(zip(self.order, self.shape, strict=True))
         return tuple(sizes[dimension] for dimension in range(len(sizes)))
 
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of the same shape and dtype without memory."""
+        return torch.empty(self.true_shape, dtype=self.dtype, device="meta")
+
     def pieces(self, first: int, last: int) -> range:
         """Numbers of the pieces that have elements `first` to `last` (exclusive)."""
         width = self.dtype.itemsize
