@@ -103,6 +103,10 @@ class StoredTensor:
                 "  fix:   load an earlier checkpoint, or a copy of this one from another drive"
             )
 
+    def read_whole(self, room: memoryview, use: UseElements) -> None:
+        """Read the whole tensor, in the model's order of dimensions."""
+        use(self.whole(room), 0)
+
     def whole(self, room: memoryview) -> torch.Tensor:
         """The whole tensor in memory, with the model's shape."""
         flat = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype)
