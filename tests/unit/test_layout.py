@@ -24,7 +24,6 @@ MAX_ARGUMENTS = 8  # of __init__, besides self
 TESTED_ELSEWHERE: dict[str, str] = {
     "_torch.py": "unit/test_private_torch.py",
     "activations/activation_storage.py": "equivalence/test_activation_offload.py",
-    "activations/make_offload.py": "equivalence/test_activation_offload.py",
     "activations/recompute.py": "equivalence/test_activation_checkpointing.py",
     "api.py": "unit/test_public_api.py",
     "cli/bench.py": "cli/test_main.py",

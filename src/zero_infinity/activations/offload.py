@@ -21,12 +21,16 @@ import torch
 from torch import nn
 
 from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
-from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage
+from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage, BlockActivationStorage
+from zero_infinity.activations.arena import ActivationArena
 from zero_infinity.activations.replicas import Replicas
-from zero_infinity.config import ConfigWarning
+from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.config import Config, ConfigWarning
 from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.interrupts import held
+from zero_infinity.policy.memory_budget import Home, MemoryDivision
 from zero_infinity.policy.partition import Span
+from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 from zero_infinity.units import format_bytes
 
 # Smaller tensors are not worth a request.
@@ -150,7 +154,8 @@ class ActivationOffload:
             if replicas is None:
                 return None
             # Other ranks have dropped this part: keep only it, in torch's memory.
-            slot = _InMemory(data.clone())
+            copy = data.clone()
+            slot = ActivationSlot(lambda: copy, lambda: None)
         kept = _Kept(slot, num_bytes, data.device, replicas)
         alive = _KeptRef(kept, self._dead.append)
         alive.slot = slot
@@ -184,19 +189,26 @@ class ActivationOffload:
             )
 
 
-class _InMemory:
-    """A part that the storage had no room for."""
-
-    __slots__ = ("_data",)
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-
-    def take(self, into: torch.Tensor) -> None:
-        into.copy_(self._data)
-
-    def drop(self) -> None:
-        """Nothing to do: the memory is freed with the object."""
+def make_activation_offload(
+    config: Config,
+    host_cache: HostCache,
+    device: torch.device,
+    division: MemoryDivision,
+    spare: SpareBytes,
+    replicas: RankGroup | None,
+) -> ActivationOffload | None:
+    """Return None if torch alone keeps saved tensors. `replicas`: the ranks that compute the same activations."""
+    offload = config.offload_activations
+    if replicas is None and not offload:
+        return None
+    storage: ActivationStorage = ActivationArena(device)
+    if offload in (True, "all"):
+        home = Home.NVME if config.nvme else Home.RAM
+        beside = SpareBytes(division.cache - division.least)
+        storage = BlockActivationStorage(host_cache, home, beside if config.nvme else spare)
+    if replicas is None:
+        return ActivationOffload(storage)
+    return ActivationOffload(storage, Replicas(replicas.channel("activations", device)))
 
 
 def _extent(tensor: torch.Tensor) -> Span:
