@@ -1,4 +1,4 @@
-"""Threads for checkpoint I/O, each with a staging buffer ("room") of its own, and the meter of their progress.
+"""Threads for checkpoint I/O, each with a staging buffer ("room") of its own, and their progress.
 
 The buffers are all memory that save and load use. It comes out of the budget: checkpoint I/O reuses what is set aside
 for gradients, which is idle between two steps (`WeightsView.staging`).

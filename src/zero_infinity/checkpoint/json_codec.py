@@ -1,4 +1,4 @@
-"""Encodes Python values as JSON and decodes them exactly: states of schedulers, random generators and data loaders.
+"""Encodes Python values as JSON and decodes them exactly: states of schedulers, generators, loaders.
 
 Numbers, strings, lists, tuples, dicts with any such keys, sets, bytes, tensors and arrays. Decoding never runs code.
 Other types are refused when they are saved, with their place and type.

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a prepared model. Ranks, stage, budget and dtypes may differ from those that saved it.
+"""Loads a checkpoint into a prepared model, whose ranks, stage, budget and dtypes may differ.
 
 Everything that can be checked is checked before any value is replaced. Then each rank reads what it keeps
 (`shard_reader`).

@@ -1,4 +1,4 @@
-"""Saves a checkpoint: all ranks write their parts of the same files, then rank 0 writes the manifest and publishes it.
+"""Saves a checkpoint: all ranks write their parts of the same files, rank 0 publishes them.
 
 The order of the phases and what ranks agree on are here. What is saved is in `snapshot`, how bytes are written in
 `shard_writer`, how the result becomes a checkpoint atomically in `atomic_save`.

@@ -1,4 +1,4 @@
-"""`zero-infinity bench`: measurements of this machine. Benchmarks of the library itself are in `benchmarks/`."""
+"""`zero-infinity bench`: measurements of this machine. The library's benchmarks are in `benchmarks/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zero-infinity bench io DIR`: bandwidth of swap space in a directory, compared with fio if that is installed.
+"""`zero-infinity bench io DIR`: bandwidth of swap space in a directory, compared with fio if installed.
 
 Owns the settings, the rounds, the command line of fio and the report. `storage/io_speed.py` measures one transfer
 pattern with one setting.

@@ -65,14 +65,8 @@ class Check:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check whether this machine and the drive of DIR are ready for training. Exit code 1 if not."
     parser.epilog = EPILOG
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        type=Path,
-        default=Path(),
-        help="directory for swap space, as in nvme= (default: .)",
-    )
+    text = "directory for swap space, as in nvme= (default: .)"
+    parser.add_argument("directory", metavar="DIR", nargs="?", type=Path, default=Path(), help=text)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(run=run)
 
@@ -89,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(directory: Path) -> Iterator[Check]:
     """Every check, in the order of the table."""
     yield _check_kernel()
-    yield _check_python()
+    yield Check("Python", platform.python_version())
     yield from _check_torch()
     yield _check_transformers()
     yield from _check_memory()
@@ -111,10 +105,6 @@ def _check_kernel() -> Check:
     if sys.platform != "linux":
         return Check("kernel", value, "fail", "use Linux: direct I/O and huge pages need it")
     return Check("kernel", value)
-
-
-def _check_python() -> Check:
-    return Check("Python", platform.python_version())
 
 
 def _check_torch() -> Iterator[Check]:
@@ -254,11 +244,9 @@ def _check_direct_io(path: Path) -> Check:
             same = (written, read) == (ALIGNMENT, ALIGNMENT) and block[:] == pattern
     except OSError as error:
         return _direct_io_failure(path, error)
-    if not same:
-        return Check(
-            "direct I/O", "the bytes read differ from those written", "fail", "use another drive; check this one"
-        )
-    return Check("direct I/O", "works")
+    if same:
+        return Check("direct I/O", "works")
+    return Check("direct I/O", "the bytes read differ from those written", "fail", "use another drive; check this one")
 
 
 def _direct_io_failure(path: Path, error: OSError) -> Check:

@@ -1,4 +1,4 @@
-"""`zero-infinity paper`: tables and figures of the ZeRO papers, recomputed. The exhibits are the package `papers`."""
+"""`zero-infinity paper`: tables and figures of the ZeRO papers, recomputed by the package `papers`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.out is not None:
-        _make_directory(args.out)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: {error.strerror}\n  fix:   another directory") from None
     exhibits: list[Exhibit] = []
     console = Console()
     for name in catalogue.NAMES if args.name == "all" else (args.name,):
@@ -48,10 +51,3 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         print(f"written: {page.write(args.out, exhibits)}", file=sys.stderr)
     return 0
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}\n  fix:   another directory") from None

@@ -1,4 +1,4 @@
-"""Options that `plan` and `simulate` share: model, hardware and job. torch is imported only for a config.json."""
+"""Options that `plan` and `simulate` share: model, hardware, job. Only a config.json imports torch."""
 
 from __future__ import annotations
 

@@ -28,12 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "and exposed waits by module. The page is self-contained and needs no network."
     )
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "trace",
-        type=Path,
-        metavar="TRACE",
-        help="Chrome trace written by train, simulate or zi.Config(trace=...)",
-    )
+    text = "Chrome trace written by train, simulate or zi.Config(trace=...)"
+    parser.add_argument("trace", type=Path, metavar="TRACE", help=text)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write (default: TRACE with .html)")
     parser.add_argument("--json", action="store_true", help="print the page's numbers as JSON instead")
     parser.set_defaults(run=run)
