@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -41,17 +42,15 @@ _DEAD_ROOTS = 64
 _Key = tuple[int, int, int, Span]  # storage, root, version, the root's byte range in the storage
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Kept:
     """The bytes of one root: stored (all, or this rank's part), or unpacked in memory."""
 
-    __slots__ = ("__weakref__", "device", "memory", "num_bytes", "replicas", "slot")
-
-    def __init__(self, slot: ActivationSlot, num_bytes: int, device: torch.device, replicas: Replicas | None) -> None:
-        self.slot: ActivationSlot | None = slot
-        self.num_bytes = num_bytes
-        self.device = device
-        self.replicas = replicas  # the ranks that have the other parts
-        self.memory: torch.Tensor | None = None
+    slot: ActivationSlot | None
+    num_bytes: int
+    device: torch.device
+    replicas: Replicas | None  # the ranks that have the other parts
+    memory: torch.Tensor | None = None
 
 
 class _KeptRef(weakref.ref[_Kept]):

@@ -118,7 +118,7 @@ def _check_torch() -> Iterator[Check]:
     old = version < MIN_TORCH
     wanted = ".".join(map(str, MIN_TORCH))
     yield Check("torch", torch.__version__, "fail" if old else "ok", f"pip install 'torch>={wanted}'" if old else "")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     yield Check("accelerator", str(accelerator) if accelerator else "none: computes on the CPU")
     yield _check_threads(len(os.sched_getaffinity(0)), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
     yield _check_half_precision(torch)

@@ -169,11 +169,10 @@ def _join(start: LaunchedRank, timeout_seconds: float) -> SeveralRanks:
             "  fix:   start with torchrun, or set the address and a free port of the machine with rank 0"
         )
     backend = "gloo"
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        if device is not None:
-            torch.accelerator.set_device_index(start.local_rank)
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        torch.accelerator.set_device_index(start.local_rank)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     try:
         timeout = timedelta(seconds=timeout_seconds)
         if os.environ.get("LOCAL_WORLD_SIZE") == str(start.num_ranks):

@@ -169,19 +169,10 @@ def _alike(args: argparse.Namespace, config: Config) -> str:
 def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> TrainJob:
     from zero_infinity.cli.train_loop import TrainJob
 
-    return TrainJob(
-        model=model,
-        seq=args.seq,
-        batch=args.batch,
-        steps=args.steps,
-        optimizer=args.optimizer,
-        lr=OPTIMIZERS[args.optimizer] if args.lr is None else args.lr,
-        warmup=args.warmup,
-        seed=args.seed,
-        data=tuple(args.data),
-        pretrained=args.pretrained,
-        save=save,
-    )
+    names = ("seq", "batch", "steps", "optimizer", "warmup", "seed", "pretrained")
+    same = {name: getattr(args, name) for name in names}
+    lr = OPTIMIZERS[args.optimizer] if args.lr is None else args.lr
+    return TrainJob(model=model, lr=lr, data=tuple(args.data), save=save, **same)
 
 
 def _model(args: argparse.Namespace) -> Shape | Path:
@@ -218,15 +209,8 @@ def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
 
 def _config(args: argparse.Namespace) -> Config:
     """The settings of --config, overridden by the options."""
-    options = {
-        "memory": args.memory,
-        "param_dtype": args.param_dtype,
-        "gradient_accumulation_steps": args.accumulate,
-        "max_grad_norm": args.max_grad_norm,
-        "stage": args.stage,
-        "verify": args.verify,
-        "trace": args.trace,
-    }
+    names = ("memory", "param_dtype", "max_grad_norm", "stage", "verify", "trace")
+    options = {"gradient_accumulation_steps": args.accumulate, **{name: getattr(args, name) for name in names}}
     changes: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     if args.nvme is not None:
         changes["nvme"] = None if args.nvme == ["none"] else args.nvme

@@ -37,28 +37,19 @@ class SaveOptions:
     background: bool
 
 
+@dataclass(slots=True)
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(
-        self,
-        options: SaveOptions | None,
-        model: nn.Module,
-        optimizer: StreamedOptimizer,
-        schedule: LRScheduler,
-        batches: ByteBatches,
-        settings: Mapping[str, Any],
-        progress: Progress,
-    ) -> None:
-        self._options = options
-        self._model = model
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._batches = batches
-        self._settings = dict(settings)  # must be those of the run that is resumed
-        self._progress = progress
-        self._last: int | None = None  # the step that was saved last
-        self._begun: tuple[int, Path, float] | None = None  # a running save: step, folder, start time
+    _options: SaveOptions | None
+    _model: nn.Module
+    _optimizer: StreamedOptimizer
+    _schedule: LRScheduler
+    _batches: ByteBatches
+    _settings: dict[str, Any]  # must be those of the run that is resumed
+    _progress: Progress
+    _last: int | None = None  # the step that was saved last
+    _begun: tuple[int, Path, float] | None = None  # a running save: step, folder, start time
 
     def resume(self) -> int:
         """Resume from the latest checkpoint, with --resume and if there is one; returns the number of steps done."""
