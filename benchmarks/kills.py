@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
 
 _EPILOG = """\

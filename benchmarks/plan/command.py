@@ -2,7 +2,7 @@
 
 Each configuration trains a model within a budget, on one rank or two (`rank_run.py`). Its steps are interleaved with
 steps of the same model in plain PyTorch. The prediction is given the times of modules measured there, the speed of the
-drive and of the link, and the engine's own cost of a block (`bench_hardware_engine_cost`, measured once on another
+drive and of the link, and the engine's own cost of a block (`bench_hardware`, measured once on another
 model). How the engine spends its budget, what it moves and what it waits for is predicted.
 """
 
@@ -22,8 +22,7 @@ from rich.table import Table
 
 from benchmarks.plan.rank_run import Calibration, PlanConfiguration, StepFigures, run_rank
 from benchmarks.provenance import keep, provenance
-from zero_infinity.cli.bench_hardware import measure_drive
-from zero_infinity.cli.bench_hardware_engine_cost import block_cpu_seconds
+from zero_infinity.cli.bench_hardware import block_cpu_seconds, measure_drive
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.models.presets import Shape

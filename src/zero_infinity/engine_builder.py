@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.activations import recompute
 from zero_infinity.activations.block_finder import Stack
-from zero_infinity.activations.make_offload import make_activation_offload
-from zero_infinity.activations.offload import ActivationOffload
+from zero_infinity.activations.offload import ActivationOffload, make_activation_offload
 from zero_infinity.comm.channel import Topic
 from zero_infinity.comm.channels import START, Channels, connect
 from zero_infinity.comm.process_group import RankGroup

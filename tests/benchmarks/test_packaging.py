@@ -31,9 +31,7 @@ def test_the_wheel_has_the_commands_and_no_benchmark(tmp_path: Path, monkeypatch
     assert sorted(name for name in files if "bench" in name) == [
         "zero_infinity/cli/bench.py",
         "zero_infinity/cli/bench_hardware.py",
-        "zero_infinity/cli/bench_hardware_engine_cost.py",
         "zero_infinity/cli/bench_io.py",
-        "zero_infinity/cli/bench_io_fio.py",
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero_infinity.cli import bench_io
-from zero_infinity.cli.bench_io_fio import FioSetting
+from zero_infinity.cli.bench_io import FioSetting
 from zero_infinity.cli.main import main
 
 

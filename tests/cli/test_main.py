@@ -20,12 +20,11 @@ def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A subcommand `probe` whose `action` a test may replace."""
     module = types.ModuleType("zero_infinity.cli.probe")
 
-    def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        parser = subparsers.add_parser("probe")
+    def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--count", type=int, default=0)
         parser.set_defaults(run=lambda arguments: module.action(arguments))
 
-    module.__dict__.update(add_parser=add_parser, action=lambda arguments: arguments.count)
+    module.__dict__.update(add_options=add_options, action=lambda arguments: arguments.count)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(COMMANDS, "probe", "a command for tests")
     return module

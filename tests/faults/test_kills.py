@@ -11,7 +11,7 @@ import pytest
 from support import forkserver, kills
 from support.patience import SECONDS
 
-from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
 from zero_infinity.checkpoint.model_contents import MODEL
 

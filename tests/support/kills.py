@@ -15,7 +15,7 @@ from torch import nn
 import zero_infinity as zi
 from support.rank_scripts import small_blocks
 from zero_infinity.checkpoint import file_io
-from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import has_checkpoint
 
 STEPS = 8
 # What saving asks of the file system: a run can be killed before any such call.

@@ -24,12 +24,9 @@ MAX_ARGUMENTS = 8  # of __init__, besides self
 TESTED_ELSEWHERE: dict[str, str] = {
     "_torch.py": "unit/test_private_torch.py",
     "activations/activation_storage.py": "equivalence/test_activation_offload.py",
-    "activations/make_offload.py": "equivalence/test_activation_offload.py",
     "activations/recompute.py": "equivalence/test_activation_checkpointing.py",
     "api.py": "unit/test_public_api.py",
     "cli/bench.py": "cli/test_main.py",
-    "cli/bench_hardware_engine_cost.py": "cli/test_bench_hardware.py",
-    "cli/bench_io_fio.py": "cli/test_bench_io.py",
     "cli/exit_codes.py": "cli/test_main.py",
     "cli/export.py": "cli/test_train_checkpoints.py",
     "cli/plan.py": "cli/test_plan_command.py",

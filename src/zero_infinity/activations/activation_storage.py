@@ -8,6 +8,9 @@ per size, and the first of its free blocks is taken, in whatever order they were
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,14 +22,17 @@ from zero_infinity.storage.block import Block
 from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 
 
-class ActivationSlot(Protocol):
-    """Stored bytes of one saved tensor."""
+@dataclass(frozen=True, eq=False, slots=True)
+class ActivationSlot:
+    """Stored bytes of one saved tensor. `fetch` returns them in memory, `drop` frees their storage."""
+
+    fetch: Callable[[], torch.Tensor]
+    drop: Callable[[], None]
 
     def take(self, into: torch.Tensor) -> None:
         """Copy the bytes to `into` and free their storage."""
-
-    def drop(self) -> None:
-        """Free their storage."""
+        into.copy_(self.fetch())
+        self.drop()
 
 
 class ActivationStorage(Protocol):
@@ -57,7 +63,7 @@ class BlockActivationStorage:
     """
 
     def __init__(self, host_cache: HostCache, home: Home, spare: SpareBytes) -> None:
-        self.host_cache = host_cache
+        self._host_cache = host_cache
         self._home = home
         self._spare = spare
         self._free: dict[int, list[tuple[int, Block]]] = {}  # heaps, by size
@@ -77,34 +83,38 @@ class BlockActivationStorage:
         block = self._take_block(data.nbytes)
         if block is None:
             return None
-        host_cache = self.host_cache
+        host_cache = self._host_cache
         try:
             host_cache.access(block)
         except CapacityError:
-            self.give_back(block)
+            self._give_back(block)
             return None
         host_cache.wait(block)
         with host_cache.pinned(block), host_cache.store.changing(block) as memory:
             memory.copy_(data)
         host_cache.store.mark_dirty(block)
-        return _BlockSlot(self, block)
+        return ActivationSlot(partial(self._fetch, block), partial(self._give_back, block))
 
     def end_cycle(self) -> None:
         """Drop free blocks that the step did not use, or new sizes in each step would pile up."""
         idle = [b for heap in self._free.values() for key, b in heap if key not in self._used]
         if idle:
-            expected = set(self.host_cache.policy.order)
+            expected = set(self._host_cache.policy.order)
             for block in idle:
                 if block.key not in expected:
                     heap = self._free[block.num_bytes]
                     heap.remove((block.key, block))
                     heapq.heapify(heap)
                     self._total_bytes -= block.num_bytes
-                    self.host_cache.remove(block)
+                    self._host_cache.remove(block)
         self._used.clear()
 
-    def give_back(self, block: Block) -> None:
-        self.host_cache.expire(block)
+    def _fetch(self, block: Block) -> torch.Tensor:
+        self._host_cache.bring(block)
+        return self._host_cache.store.lease(block)
+
+    def _give_back(self, block: Block) -> None:
+        self._host_cache.expire(block)
         heapq.heappush(self._free[block.num_bytes], (block.key, block))
         self._hold(-round_up(block.num_bytes))
 
@@ -116,8 +126,8 @@ class BlockActivationStorage:
         if free:
             _, block = heapq.heappop(free)
         else:
-            block = self.host_cache.store.create("a saved tensor", num_bytes, self._home)
-            self.host_cache.add(block)
+            block = self._host_cache.store.create("a saved tensor", num_bytes, self._home)
+            self._host_cache.add(block)
             self._total_bytes += num_bytes
         self._used.add(block.key)
         self._hold(size)
@@ -127,22 +137,3 @@ class BlockActivationStorage:
         self.held_bytes += change
         if self._home is Home.RAM:
             self._spare.num_bytes -= change
-
-
-class _BlockSlot:
-    """One block in use."""
-
-    __slots__ = ("_block", "_storage")
-
-    def __init__(self, storage: BlockActivationStorage, block: Block) -> None:
-        self._storage = storage
-        self._block = block
-
-    def take(self, into: torch.Tensor) -> None:
-        host_cache = self._storage.host_cache
-        host_cache.bring(self._block)
-        into.copy_(host_cache.store.lease(self._block))
-        self.drop()
-
-    def drop(self) -> None:
-        self._storage.give_back(self._block)

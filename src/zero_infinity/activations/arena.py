@@ -7,8 +7,11 @@ arena yet and determines its size; later tensors that exceed it get separate mem
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from zero_infinity.activations.activation_storage import ActivationSlot
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.free_extents import FreeExtents
 
@@ -33,18 +36,20 @@ class ActivationArena:
         """No known limit: memory comes from torch's allocator."""
         return 1 << 62
 
-    def put(self, data: torch.Tensor) -> ArenaSlot:
+    def put(self, data: torch.Tensor) -> ActivationSlot:
+        """Store bytes in the arena, or in separate memory if there is no room."""
         size = round_up(data.nbytes)
         self.held_bytes += size
         self._most_bytes = max(self._most_bytes, self.held_bytes)
         try:
             start = self._extents.allocate(data.nbytes)
         except _FullError:
-            return ArenaSlot(self, None, data.clone())
+            copy = data.clone()
+            return ActivationSlot(lambda: copy, partial(self._give_back, None, data.nbytes))
         self._num_inside += 1
         kept = self._memory[start : start + data.nbytes]
         kept.copy_(data)
-        return ArenaSlot(self, start, kept)
+        return ActivationSlot(lambda: kept, partial(self._give_back, start, data.nbytes))
 
     def end_cycle(self) -> None:
         """Grow to the peak, unless a live graph still has slots in the arena."""
@@ -54,29 +59,11 @@ class ActivationArena:
             self._extents = FreeExtents(_full)
             self._extents.add(0, self._most_bytes)
 
-    def give_back(self, start: int | None, num_bytes: int) -> None:
+    def _give_back(self, start: int | None, num_bytes: int) -> None:
         self.held_bytes -= round_up(num_bytes)
         if start is not None:
             self._num_inside -= 1
             self._extents.free(start, num_bytes)
-
-
-class ArenaSlot:
-    """A part of the arena, or separate memory if there was no room."""
-
-    __slots__ = ("_arena", "_kept", "_start")
-
-    def __init__(self, arena: ActivationArena, start: int | None, kept: torch.Tensor) -> None:
-        self._arena = arena
-        self._start = start
-        self._kept = kept
-
-    def take(self, into: torch.Tensor) -> None:
-        into.copy_(self._kept)
-        self.drop()
-
-    def drop(self) -> None:
-        self._arena.give_back(self._start, self._kept.nbytes)
 
 
 class _FullError(Exception):

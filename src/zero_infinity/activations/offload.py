@@ -16,17 +16,22 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
-from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage
+from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage, BlockActivationStorage
+from zero_infinity.activations.arena import ActivationArena
 from zero_infinity.activations.replicas import Replicas
-from zero_infinity.config import ConfigWarning
+from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.config import Config, ConfigWarning
 from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.interrupts import held
+from zero_infinity.policy.memory_budget import Home, MemoryDivision
 from zero_infinity.policy.partition import Span
+from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 from zero_infinity.units import format_bytes
 
 # Smaller tensors are not worth a request.
@@ -37,17 +42,15 @@ _DEAD_ROOTS = 64
 _Key = tuple[int, int, int, Span]  # storage, root, version, the root's byte range in the storage
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Kept:
     """The bytes of one root: stored (all, or this rank's part), or unpacked in memory."""
 
-    __slots__ = ("__weakref__", "device", "memory", "num_bytes", "replicas", "slot")
-
-    def __init__(self, slot: ActivationSlot, num_bytes: int, device: torch.device, replicas: Replicas | None) -> None:
-        self.slot: ActivationSlot | None = slot
-        self.num_bytes = num_bytes
-        self.device = device
-        self.replicas = replicas  # the ranks that have the other parts
-        self.memory: torch.Tensor | None = None
+    slot: ActivationSlot | None
+    num_bytes: int
+    device: torch.device
+    replicas: Replicas | None  # the ranks that have the other parts
+    memory: torch.Tensor | None = None
 
 
 class _KeptRef(weakref.ref[_Kept]):
@@ -150,7 +153,8 @@ class ActivationOffload:
             if replicas is None:
                 return None
             # Other ranks have dropped this part: keep only it, in torch's memory.
-            slot = _InMemory(data.clone())
+            copy = data.clone()
+            slot = ActivationSlot(lambda: copy, lambda: None)
         kept = _Kept(slot, num_bytes, data.device, replicas)
         alive = _KeptRef(kept, self._dead.append)
         alive.slot = slot
@@ -184,19 +188,26 @@ class ActivationOffload:
             )
 
 
-class _InMemory:
-    """A part that the storage had no room for."""
-
-    __slots__ = ("_data",)
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-
-    def take(self, into: torch.Tensor) -> None:
-        into.copy_(self._data)
-
-    def drop(self) -> None:
-        """Nothing to do: the memory is freed with the object."""
+def make_activation_offload(
+    config: Config,
+    host_cache: HostCache,
+    device: torch.device,
+    division: MemoryDivision,
+    spare: SpareBytes,
+    replicas: RankGroup | None,
+) -> ActivationOffload | None:
+    """Return None if torch alone keeps saved tensors. `replicas`: the ranks that compute the same activations."""
+    offload = config.offload_activations
+    if replicas is None and not offload:
+        return None
+    storage: ActivationStorage = ActivationArena(device)
+    if offload in (True, "all"):
+        home = Home.NVME if config.nvme else Home.RAM
+        beside = SpareBytes(division.cache - division.least)
+        storage = BlockActivationStorage(host_cache, home, beside if config.nvme else spare)
+    if replicas is None:
+        return ActivationOffload(storage)
+    return ActivationOffload(storage, Replicas(replicas.channel("activations", device)))
 
 
 def _extent(tensor: torch.Tensor) -> Span:

@@ -1,4 +1,4 @@
-"""Partitions activations that ranks replicate: each keeps a part, and backward all-gathers them (ZeRO-R's P_a).
+"""Partitions activations that ranks replicate: each keeps a part, backward all-gathers (ZeRO-R's P_a).
 
 Tensor parallelism replicates activations: the inputs of a block are the same on every rank of the group. That is
 checked each time: ranks compare a checksum of all bits before they drop the rest.

@@ -23,12 +23,6 @@ BlockCopy = Callable[[memoryview, memoryview], None]  # into the bytes of a bloc
 # ---------------------------------------------------------------------- tensors in memory
 
 
-def as_real(value: torch.Tensor) -> torch.Tensor:
-    """The tensor as it is stored in a file: complex numbers are pairs."""
-    value = value.detach()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-
-
 def bytes_of(value: torch.Tensor) -> Any:
     """The bytes of a tensor in row-major order, as an array."""
     return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

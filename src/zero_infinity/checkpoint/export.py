@@ -11,8 +11,7 @@ import json
 import mmap
 import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,18 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_infinity.checkpoint.checkpoint_directory import find
 from zero_infinity.checkpoint.dtype_conversion import to_file_bytes
 from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
 from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
-from zero_infinity.checkpoint.find_checkpoint import find
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
-from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.model_contents import Key
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import TrainingView
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
+from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint
 from zero_infinity.checkpoint.weight_files import write_index
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError
@@ -58,14 +57,11 @@ def export_checkpoint(
         opened = OpenCheckpoint(find(checkpoint), stack)
         export = _Export(opened, dtype, model or _from_config(opened.manifest))
         files, places = plan_files(export.kinds, SHARD_BYTES)
-        with storage_errors(directory, "export to"):
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            aside = directory.parent / f".exporting-{secrets.token_hex(8)}"
-            aside.mkdir()
+        num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
+        aside = _folder_beside(directory)
         try:
             for name, file in files.items():
                 create(aside / name, file.beginning, file.num_bytes)
-            num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
             export.write(aside, places, ProgressMeter(progress, num_bytes))
             write_index(aside, {name: place.file for (_, name), place in places.items()}, num_bytes)
             for name, values in _settings(opened.manifest, dtype).items():
@@ -75,7 +71,7 @@ def export_checkpoint(
                 aside.rename(directory)
                 sync_directory(directory.parent)
         except BaseException:
-            _remove(aside)
+            shutil.rmtree(aside)
             raise
     return num_bytes
 
@@ -94,9 +90,7 @@ class WeightExport:
         with agreement.agreed("creating the folder"):
             if agreement.rank == 0:
                 _check(directory, dtype)
-                with storage_errors(directory, "export to"):
-                    directory.parent.mkdir(parents=True, exist_ok=True)
-                    aside = Path(tempfile.mkdtemp(prefix=".exporting-", dir=directory.parent))
+                aside = _folder_beside(directory)
         try:
             name = agreement.of_first("the folder", aside.name if aside is not None else "")
             saving = CheckpointSave(self._model, self._view, with_optimizer=False)
@@ -117,7 +111,7 @@ class _Export:
         self._dtype = dtype
         self._model = model
         self._plan = self._names()
-        self.kinds: dict[tuple[str, str], TensorKind] = {}
+        self.kinds: dict[Key, TensorKind] = {}
         for target, source in self._plan.direct.items():
             tensor = self._sources[source]
             self.kinds[MODEL, target] = self._kind(tensor.dtype, tensor.true_shape)
@@ -143,34 +137,37 @@ class _Export:
     def _read(self, name: str, *, meta: bool) -> torch.Tensor:
         source = self._sources[name]
         if meta:
-            return torch.empty(source.true_shape, dtype=source.dtype, device="meta")
+            return source.on_meta()
         return source.whole(memoryview(mmap.mmap(-1, _PAGES_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 
-    def write(self, folder: Path, places: Mapping[tuple[str, str], FilePlace], meter: ProgressMeter) -> None:
+    def write(self, folder: Path, places: Mapping[Key, FilePlace], meter: ProgressMeter) -> None:
         names = dict.fromkeys(place.file for place in places.values())
         with ExitStack() as stack:
             opened = {name: stack.enter_context(OpenFile(folder / name, writable=True)) for name in names}
+
+            def put(target: str, elements: torch.Tensor, first: int) -> None:
+                """Write elements of a tensor, from the one with index `first` on."""
+                place = places[MODEL, target]
+                data = to_file_bytes(elements, place.kind.dtype)
+                opened[place.file].write(place.start + first * DTYPES[place.kind.dtype].itemsize, data)
+                meter.add(len(data))
+
             with IOThreadPool(_ROOM_BYTES) as thread_pool:
-                thread_pool.run(self._direct_jobs(opened, places, meter))
+                thread_pool.run(self._direct_jobs(put))
                 for conversion in self._plan.conversions:
                     for target, made in self._apply(conversion, meta=False).items():
-                        place = places[MODEL, target]
-                        opened[place.file].write(place.start, to_file_bytes(made, place.kind.dtype))
-                        meter.add(place.kind.num_bytes)
+                        put(target, made, 0)
             for file in opened.values():
                 file.sync()
 
-    def _direct_jobs(
-        self, opened: Mapping[str, OpenFile], places: Mapping[tuple[str, str], FilePlace], meter: ProgressMeter
-    ) -> Iterator[Job]:
+    def _direct_jobs(self, put: Callable[[str, torch.Tensor, int], None]) -> Iterator[Job]:
         for target, name in self._plan.direct.items():
-            place, source = places[MODEL, target], self._sources[name]
-            file = opened[place.file]
+            source, use = self._sources[name], partial(put, target)
             if source.order is not None:
-                yield partial(_copy_whole, source, file, place, meter)
+                yield partial(source.read_whole, use=use)
             else:
                 for number in source.pieces(0, source.num_bytes // source.dtype.itemsize):
-                    yield partial(_copy_piece, source, number, file, place, meter)
+                    yield partial(source.read_piece, number, use=use)
 
 
 def _check(directory: Path, dtype: torch.dtype | None) -> None:
@@ -181,22 +178,13 @@ def _check(directory: Path, dtype: torch.dtype | None) -> None:
             raise UsageError(f"{directory} exists and is not empty\n  fix:   export to a new folder")
 
 
-def _copy_whole(source: StoredTensor, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview) -> None:
-    file.write(place.start, to_file_bytes(source.whole(room), place.kind.dtype))
-    meter.add(place.kind.num_bytes)
-
-
-def _copy_piece(
-    source: StoredTensor, number: int, file: OpenFile, place: FilePlace, meter: ProgressMeter, room: memoryview
-) -> None:
-    width = DTYPES[place.kind.dtype].itemsize
-
-    def copy(part: torch.Tensor, first: int) -> None:
-        data = to_file_bytes(part, place.kind.dtype)
-        file.write(place.start + first * width, data)
-        meter.add(len(data))
-
-    source.read_piece(number, room, copy)
+def _folder_beside(directory: Path) -> Path:
+    """A new folder to write to, on the same file system as `directory`."""
+    with storage_errors(directory, "export to"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        aside = directory.parent / f".exporting-{secrets.token_hex(8)}"
+        aside.mkdir()
+    return aside
 
 
 def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -227,9 +215,3 @@ def _from_config(manifest: Manifest) -> nn.Module | None:
     except Exception:  # noqa: BLE001 - names are not converted then
         return None
     return model
-
-
-def _remove(folder: Path) -> None:
-    for entry in folder.iterdir():
-        entry.unlink()
-    folder.rmdir()

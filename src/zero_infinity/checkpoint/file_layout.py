@@ -1,4 +1,4 @@
-"""Which tensor goes where in which file. Computed from names, shapes and dtypes alone: the same on every rank."""
+"""Which tensor goes where in which file: from names, shapes and dtypes alone, the same on every rank."""
 
 from __future__ import annotations
 

@@ -61,12 +61,9 @@ def plan_loading(model: Any, in_files: Iterable[str], in_model: Collection[str])
         names = list(in_files)
         return NamePlan({n: n for n in names if n in known}, unknown=[n for n in names if n not in known])
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamings, converters, by_pattern = _sorted_by_kind(get_model_conversion_mapping(model))
     known_names = dict.fromkeys(in_model, True)
     prefix: Any = model.base_model_prefix
     plan, found = NamePlan(), dict[str, NameConversion]()
@@ -92,21 +89,11 @@ def plan_export(model: Any, names: Iterable[str]) -> NamePlan:
     if model is None or not is_hugging_face(model):
         return NamePlan({name: name for name in names})
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        WeightConverter,
-        WeightRenaming,
-        apply_converters,
-        apply_renamings,
-        dot_natural_key,
-    )
+    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings, dot_natural_key
 
     # Legacy names are not written, and whether a file had a prefix is unknown.
     transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
-    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
-    renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in reverse if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamings, converters, by_pattern = _sorted_by_kind([t.reverse_transform() for t in transforms[::-1]])
     plan, found = NamePlan(), dict[str, NameConversion]()
     for name in sorted(names, key=dot_natural_key):
         target, pattern = apply_converters(name, converters)
@@ -119,6 +106,15 @@ def plan_export(model: Any, names: Iterable[str]) -> NamePlan:
             found.setdefault(target, conversion).sources.append((pattern, name))
     plan.conversions = list(found.values())
     return plan
+
+
+def _sorted_by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """The renamings, the converters, and the converter of each pattern."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return [transform for transform in transforms if isinstance(transform, WeightRenaming)], converters, by_pattern
 
 
 def hugging_face_files(model: nn.Module) -> dict[str, Any] | None:

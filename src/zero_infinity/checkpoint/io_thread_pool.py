@@ -1,7 +1,7 @@
-"""Threads for checkpoint I/O, each with a staging buffer ("room") of its own: all memory that save and load use.
+"""Threads for checkpoint I/O, each with a staging buffer ("room") of its own, and their progress.
 
-The memory comes out of the budget: checkpoint I/O reuses what is set aside for gradients, which is idle between two
-steps (`WeightsView.staging`).
+The buffers are all memory that save and load use. It comes out of the budget: checkpoint I/O reuses what is set aside
+for gradients, which is idle between two steps (`WeightsView.staging`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.policy.sizes import ALIGNMENT, round_up
 
 Job = Callable[[memoryview], None]
+Progress = Callable[[int, int], None]  # bytes moved so far by this rank, and bytes in all
 
 # Enough to saturate a drive with pieces of this size, some in I/O and one being checksummed.
 _NUM_THREADS = 12
@@ -84,3 +85,19 @@ class IOThreadPool:
     def _next(self, waiting: Iterator[Job]) -> Job | None:
         with self._lock:
             return None if self._failed else next(waiting, None)
+
+
+class ProgressMeter:
+    """Counts bytes moved by several threads. Calls `progress` after each piece, one call at a time."""
+
+    def __init__(self, progress: Progress | None, total: int = 0) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+        self.total = total
+
+    def add(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done = min(self.total, self._done + num_bytes)
+                self._progress(self._done, self.total)

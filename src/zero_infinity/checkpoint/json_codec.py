@@ -1,4 +1,4 @@
-"""Encodes Python values as JSON and decodes them exactly: states of schedulers, random generators and data loaders.
+"""Encodes Python values as JSON and decodes them exactly: states of schedulers, generators, loaders.
 
 Numbers, strings, lists, tuples, dicts with any such keys, sets, bytes, tensors and arrays. Decoding never runs code.
 Other types are refused when they are saved, with their place and type.
@@ -35,8 +35,10 @@ def encode(value: Any, where: str) -> Any:
 def _encode(value: Any, where: str, levels: int) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, int):
         if value.bit_length() > _MAX_BITS:
             raise UsageError(f"{where} is a number of {value.bit_length():,} bits; at most {_MAX_BITS:,} can be saved")
@@ -113,9 +115,7 @@ def _decode(value: Any, where: str) -> Any:
         return {key: _decode(item, where) for key, item in value.items()}
     try:
         return _decode_kind(value[_KIND], value, where)
-    except CheckpointError:
-        raise
-    except RecursionError:
+    except (CheckpointError, RecursionError):
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{where} is damaged: a saved {str(value[_KIND])[:40]} is invalid ({error!r})") from None

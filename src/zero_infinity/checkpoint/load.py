@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a prepared model. Ranks, stage, budget and dtypes may differ from those that saved it.
+"""Loads a checkpoint into a prepared model, whose ranks, stage, budget and dtypes may differ.
 
 Everything that can be checked is checked before any value is replaced. Then each rank reads what it keeps
 (`shard_reader`).
@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint import rank_state
-from zero_infinity.checkpoint.dtype_conversion import as_real
-from zero_infinity.checkpoint.find_checkpoint import find
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.checkpoint_directory import find
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
-from zero_infinity.checkpoint.model_contents import contents_of, state_key
-from zero_infinity.checkpoint.progress import Progress, ProgressMeter
+from zero_infinity.checkpoint.model_contents import as_real, contents_of, state_key
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView
@@ -29,9 +27,7 @@ from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTens
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
-from zero_infinity.optim.state_records import MASTER
 from zero_infinity.optim.update_rule import copy_scalars
-from zero_infinity.params.unit import ManagedParameter
 
 
 class CheckpointLoad:
@@ -95,28 +91,19 @@ class CheckpointLoad:
     def _fill(self, found: TensorMatch, meter: ProgressMeter) -> None:
         contents, view = self._contents, self._view
         with view.staging() as num_bytes, IOThreadPool(num_bytes) as thread_pool:
-            filling = ShardReader(
-                contents, view, thread_pool, replaces_records=self._optimizer is not None, meter=meter
-            )
-            meter.total = sum(task.num_bytes for task in self._tasks(filling, found))
-            filling.run(self._tasks(filling, found))
+            with_records = self._optimizer is not None
+            filling = ShardReader(contents, view, thread_pool, meter, replaces_records=with_records)
+
+            def tasks() -> Iterator[FillTask]:
+                return (task for unit in contents.units for task in filling.tasks(unit, found.sources, found.states))
+
+            meter.total = sum(task.num_bytes for task in tasks())
+            filling.run(tasks())
             with torch.no_grad():
                 for name, value in contents.plain.items():
                     source = found.sources.get((MODEL, name))
                     if source is not None:
                         thread_pool.run([partial(_copy_whole, source, value)])
-
-    def _tasks(self, filling: ShardReader, found: TensorMatch) -> Iterator[FillTask]:
-        contents = self._contents
-        for unit in contents.units:
-            yield from filling.of_unit(unit, found.sources)
-            record = self._view.records.get(unit)
-            if record is not None:
-                slots: dict[ManagedParameter, tuple[str, ...]] = {}
-                for known, names in record.state_names.items():
-                    is_started = contents.first_name(known) in found.states
-                    slots[known] = ((MASTER,) if record.has_master else ()) + (names if is_started else ())
-                yield from filling.of_record(record, slots, found.sources)
 
     def _take_settings(self, entry: OptimizerEntry) -> None:
         for group, saved in zip(self._view.user_optimizer.param_groups, entry.groups, strict=True):

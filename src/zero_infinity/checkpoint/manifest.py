@@ -92,6 +92,17 @@ class OptimizerEntry:
     groups: tuple[GroupEntry, ...]
     states: dict[str, StateEntry]  # by parameter
 
+    def as_json(self) -> dict[str, Any]:
+        groups, encode = [], json_codec.encode
+        for group in self.groups:
+            settings = encode(group.settings, "param_groups")
+            groups.append({"settings": settings, "parameters": list(group.parameters)})
+        states = {
+            name: {"names": list(state.names), "scalars": encode(state.scalars, f"the state of {name}")}
+            for name, state in self.states.items()
+        }
+        return {"class": self.kind, "groups": groups, "states": states}
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -113,7 +124,6 @@ class Manifest:
         return b'{"sha256": "%s",\n' % hashlib.sha256(rest).hexdigest().encode() + rest
 
     def _as_json(self) -> dict[str, Any]:
-        optimizer = self.optimizer
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -124,25 +134,7 @@ class Manifest:
             "model_config": self.model_config,
             "loss_scale": self.loss_scale,
             "tied": self.tied,
-            "optimizer": None
-            if optimizer is None
-            else {
-                "class": optimizer.kind,
-                "groups": [
-                    {
-                        "settings": json_codec.encode(group.settings, "param_groups"),
-                        "parameters": list(group.parameters),
-                    }
-                    for group in optimizer.groups
-                ],
-                "states": {
-                    name: {
-                        "names": list(state.names),
-                        "scalars": json_codec.encode(state.scalars, f"the state of {name}"),
-                    }
-                    for name, state in optimizer.states.items()
-                },
-            },
+            "optimizer": None if self.optimizer is None else self.optimizer.as_json(),
             "files": {name: {"bytes": file.num_bytes, "crc32": file.crc32} for name, file in self.files.items()},
             "tensors": {
                 section: {name: _tensor_as_json(tensor) for name, tensor in tensors.items()}
@@ -178,7 +170,10 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: pieces of {fields.count('piece_bytes')} bytes, not {PIECE_BYTES}")
     files = {name: _file(name, value, path) for name, value in fields.table("files").items()}
     sections = JsonFields(fields.table("tensors"), f"{path}: tensors")
-    tensors = {section: _tensors(sections.table(section), path, files) for section in (MODEL, OPTIMIZER)}
+    tensors = {
+        section: {name: _tensor(name, value, path, files) for name, value in sections.table(section).items()}
+        for section in (MODEL, OPTIMIZER)
+    }
     loss_scale, config = values.get("loss_scale"), values.get("model_config")
     return Manifest(
         step=fields.count("step"),
@@ -199,10 +194,6 @@ def _file(name: str, value: object, path: Path) -> FileEntry:
         raise CheckpointError(f"{path} is damaged: {name[:200]!r} is not the name of a checkpoint file")
     fields = JsonFields(value, f"{path}: file {name!r}")
     return FileEntry(fields.count("bytes"), fields.count("crc32"))
-
-
-def _tensors(values: Mapping[str, object], path: Path, files: Mapping[str, FileEntry]) -> dict[str, TensorEntry]:
-    return {name: _tensor(name, value, path, files) for name, value in values.items()}
 
 
 def _tensor(name: str, value: object, path: Path, files: Mapping[str, FileEntry]) -> TensorEntry:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zero_infinity._torch import persistent_buffers
-from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER
+from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, StateEntry
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.state_records import MASTER, StateRecord
@@ -57,6 +57,16 @@ class ModelContents:
     tied: dict[str, str] = field(default_factory=dict)
 
     @property
+    def tensors(self) -> Iterator[tuple[str, list[str], tuple[int, ...], torch.dtype]]:
+        """Every tensor: its first name, all of its names, its shape and dtype in the model."""
+        names = {all_names[0]: all_names for all_names in self.names.values()}
+        for name, known in self.managed.items():
+            yield name, names[name], tuple(known.shape), known.parts[0].unit.dtype
+        for name, value in self.plain.items():
+            real = as_real(value)
+            yield name, names.get(name, [name]), tuple(real.shape), real.dtype
+
+    @property
     def units(self) -> list[Unit]:
         return list(dict.fromkeys(part.unit for known in self.managed.values() for part in known.parts))
 
@@ -78,18 +88,18 @@ class ModelContents:
                 )
         return BlockContent(unit.the_block(), unit.dtype, tuple(parts))
 
-    def of_record(
-        self, record: StateRecord, slots: Mapping[ManagedParameter, tuple[str, ...]]
-    ) -> Iterator[BlockContent]:
-        """The blocks of a unit's optimizer record, restricted to these slots of each parameter."""
-        for chunk in record.chunks:
-            if chunk.record is None:
+    def of_record(self, unit: Unit, states: Mapping[str, StateEntry]) -> Iterator[BlockContent]:
+        """The blocks of a unit's optimizer record: its master copies, and the states of the parameters in `states`."""
+        record = self.records.get(unit)
+        for chunk in record.chunks if record is not None else ():
+            if record is None or chunk.record is None:
                 continue
             parts = []
             for segment in chunk.segments:
                 name = self.first_name(segment.parameter)
                 first = first_element(segment.parameter)
-                for slot in slots.get(segment.parameter, ()):
+                slots = states[name].slots if name in states else ()
+                for slot in (*((MASTER,) if record.has_master else ()), *slots):
                     key = (MODEL, name) if slot == MASTER else (OPTIMIZER, state_key(slot, name))
                     at = chunk.slots.index(slot) * chunk.num_elements + segment.offset
                     parts.append(TensorPart(key, first + segment.start, first + segment.stop, at, segment.parameter))
@@ -101,6 +111,12 @@ class ModelContents:
         part = known.parts[0]
         record = self.records.get(part.unit)
         return record.dtype if record is not None and part in record.state_names else part.unit.dtype
+
+
+def as_real(value: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is stored in a file: complex numbers are pairs."""
+    value = value.detach()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def state_key(slot: str, name: str) -> str:

@@ -49,18 +49,14 @@ def read(checkpoint: OpenCheckpoint, rank: int) -> tuple[dict[str, Any] | None, 
 def restore_random(states: dict[str, Any]) -> None:
     """Restore the random number generators."""
     try:
-        _restore_random(states)
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is not None and states.get("device") == device.type:
+            torch.get_device_module(device).set_rng_state(states["accelerator"])
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"the random states of the checkpoint are damaged: {error}") from error
-
-
-def _restore_random(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and states.get("device") == device.type:
-        torch.get_device_module(device).set_rng_state(states["accelerator"])
 
 
 def restore_objects(extra: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
@@ -80,12 +76,8 @@ def check_objects(extra: Mapping[str, Any], objects: Mapping[str, Any], folder: 
 
 
 def _random_states() -> dict[str, Any]:
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-    }
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         states["device"] = device.type
         states["accelerator"] = torch.get_device_module(device).get_rng_state()

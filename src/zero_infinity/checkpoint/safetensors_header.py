@@ -53,10 +53,6 @@ class HeaderEntry:
     start: int
     stop: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
 
 def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
@@ -65,21 +61,17 @@ def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
 def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, HeaderEntry]]:
     """The header of a file with these tensors (dtype and shape) in this order, and where each will be."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
-    position = 0
-    places = {}
+    position, places = 0, {}
     for name, (dtype, shape) in tensors.items():
         end = position + num_bytes_of(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        places[name] = (position, end)
+        places[name] = (dtype, tuple(shape), position, end)
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     # Padding, so that tensors start at a page.
     text += b" " * (-(len(text) + 8) % _PAGE)
     begin = len(text) + 8
-    entries = {
-        name: HeaderEntry(tensors[name][0], tuple(tensors[name][1]), begin + start, begin + stop)
-        for name, (start, stop) in places.items()
-    }
+    entries = {n: HeaderEntry(dtype, shape, begin + a, begin + b) for n, (dtype, shape, a, b) in places.items()}
     return len(text).to_bytes(8, "little") + text, entries
 
 

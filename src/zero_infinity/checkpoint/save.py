@@ -1,4 +1,4 @@
-"""Saves a checkpoint: all ranks write their parts of the same files, then rank 0 writes the manifest and publishes it.
+"""Saves a checkpoint: all ranks write their parts of the same files, rank 0 publishes them.
 
 The order of the phases and what ranks agree on are here. What is saved is in `snapshot`, how bytes are written in
 `shard_writer`, how the result becomes a checkpoint atomically in `atomic_save`.
@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint import rank_state
-from zero_infinity.checkpoint.atomic_save import CheckpointDraft
+from zero_infinity.checkpoint.checkpoint_directory import CheckpointDraft
 from zero_infinity.checkpoint.file_io import create, write_whole
 from zero_infinity.checkpoint.file_layout import FilePlace, FilePlan, WrittenPart, entries_of, plan_files
+from zero_infinity.checkpoint.io_thread_pool import Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MANIFEST, FileEntry
 from zero_infinity.checkpoint.model_contents import BlockContent, Key
-from zero_infinity.checkpoint.progress import Progress, ProgressMeter
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.checkpoint.snapshot import Snapshot
 from zero_infinity.checkpoint.strict_json import parse, read_bytes

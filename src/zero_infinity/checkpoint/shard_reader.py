@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from zero_infinity.checkpoint.dtype_conversion import BlockCopy, TensorSource, copies_into_block
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressMeter
+from zero_infinity.checkpoint.manifest import StateEntry
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart
-from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import WeightsView
-from zero_infinity.optim.state_records import StateRecord
-from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.params.unit import Unit
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 
@@ -28,12 +27,15 @@ _OPEN_SHARE = 1 / 2
 
 @dataclass(frozen=True, slots=True)
 class FillTask:
-    """A block and what goes into it. `replaces`: all of its content is replaced."""
+    """A block and what goes into it. `may_replace`: bytes in no part need not be kept."""
 
     content: BlockContent
-    parts: tuple[TensorPart, ...]
     sources: Mapping[Key, TensorSource]
-    replaces: bool
+    may_replace: bool
+
+    @property
+    def parts(self) -> list[TensorPart]:
+        return [part for part in self.content.parts if part.key in self.sources]
 
     @property
     def num_bytes(self) -> int:
@@ -44,14 +46,14 @@ class FillTask:
 class _Open:
     """A block that is being filled."""
 
-    content: BlockContent
+    block: Block
     num_copies: int
     filled_bytes: int
-    num_bytes: int = field(init=False)  # that it takes of the cache
 
-    def __post_init__(self) -> None:
-        block = self.content.block
-        self.num_bytes = block.held_bytes if block.home is Home.NVME else 0
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes of the cache."""
+        return self.block.held_bytes if self.block.home is Home.NVME else 0
 
 
 class ShardReader:
@@ -62,12 +64,12 @@ class ShardReader:
         contents: ModelContents,
         view: WeightsView,
         thread_pool: IOThreadPool,
+        meter: ProgressMeter,
         *,
         replaces_records: bool,
-        meter: ProgressMeter | None = None,
     ) -> None:
         self._contents = contents
-        self._meter = meter or ProgressMeter(None)
+        self._meter = meter
         self._thread_pool = thread_pool
         self._replaces_records = replaces_records  # else only the master copies in them
         self._host_cache, self._store = view.host_cache, view.store
@@ -75,20 +77,13 @@ class ShardReader:
         self._open: set[_Open] = set()
         self._closed = threading.Condition()
 
-    def of_unit(self, unit: Unit, sources: Mapping[Key, TensorSource]) -> Iterator[FillTask]:
-        """The values of a unit's parameters; those without a source keep theirs."""
-        content = self._contents.of_unit(unit)
-        yield _task(content, sources, replaces=True)
-
-    def of_record(
-        self,
-        record: StateRecord,
-        slots: Mapping[ManagedParameter, tuple[str, ...]],
-        sources: Mapping[Key, TensorSource],
+    def tasks(
+        self, unit: Unit, sources: Mapping[Key, TensorSource], states: Mapping[str, StateEntry]
     ) -> Iterator[FillTask]:
-        """The states of a unit's parameters."""
-        for content in self._contents.of_record(record, slots):
-            yield _task(content, sources, replaces=self._replaces_records)
+        """The values of a unit's parameters, their master copies and `states`. What has no source stays as it is."""
+        yield FillTask(self._contents.of_unit(unit), sources, may_replace=True)
+        for content in self._contents.of_record(unit, states):
+            yield FillTask(content, sources, may_replace=self._replaces_records)
 
     def run(self, tasks: Iterable[FillTask]) -> None:
         """Run all tasks, started in this order."""
@@ -96,7 +91,7 @@ class ShardReader:
             self._thread_pool.run(self._jobs(tasks))
         finally:
             for opened in self._open:  # after an error
-                self._host_cache.unpin(opened.content.block)
+                self._host_cache.unpin(opened.block)
             self._open.clear()
 
     # ------------------------------------------------------------------ blocks
@@ -114,24 +109,22 @@ class ShardReader:
 
     def _begin(self, task: FillTask, num_copies: int) -> _Open:
         host_cache, block = self._host_cache, task.content.block
-        opened = _Open(task.content, num_copies, task.num_bytes)
+        opened = _Open(block, num_copies, task.num_bytes)
         with self._closed:
-            self._closed.wait_for(lambda: not self._open or self._open_bytes + opened.num_bytes <= self._most_open)
+            self._closed.wait_for(
+                lambda: not self._open or sum(o.num_bytes for o in (*self._open, opened)) <= self._most_open
+            )
             self._open.add(opened)
             host_cache.pin(block)
-        if task.replaces and not block.leased:
+        if task.may_replace and len(task.parts) == len(task.content.parts) and not block.leased:
             # No need to read it first. (Bytes in no part are padding, or states that do not exist yet.)
             host_cache.expire(block)
         host_cache.access(block)
         host_cache.wait(block)
         return opened
 
-    @property
-    def _open_bytes(self) -> int:
-        return sum(opened.num_bytes for opened in self._open)
-
     def _do(self, opened: _Open, copy: BlockCopy, room: memoryview) -> None:
-        block: Block = opened.content.block
+        block = opened.block
         with self._store.changing_bytes(block) as memory:
             copy(memory, room)
         with self._closed:
@@ -143,8 +136,3 @@ class ShardReader:
                 self._open.discard(opened)
                 self._meter.add(opened.filled_bytes)
                 self._closed.notify_all()
-
-
-def _task(content: BlockContent, sources: Mapping[Key, TensorSource], *, replaces: bool) -> FillTask:
-    parts = tuple(part for part in content.parts if part.key in sources)
-    return FillTask(content, parts, sources, replaces=replaces and len(parts) == len(content.parts))

@@ -22,10 +22,9 @@ import torch
 from zero_infinity.checkpoint.dtype_conversion import bytes_of
 from zero_infinity.checkpoint.file_io import OpenFile, congruent
 from zero_infinity.checkpoint.file_layout import FilePlace, WrittenPart
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressMeter
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_element
-from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.dtype_conversion import as_real, dtype_name
+from zero_infinity.checkpoint.dtype_conversion import dtype_name
 from zero_infinity.checkpoint.file_layout import FilePlan, TensorKind
 from zero_infinity.checkpoint.hf_names import hugging_face_files
 from zero_infinity.checkpoint.manifest import (
@@ -30,13 +30,13 @@ from zero_infinity.checkpoint.model_contents import (
     BlockContent,
     Key,
     ModelContents,
+    as_real,
     contents_of,
     order_of,
     state_key,
 )
 from zero_infinity.checkpoint.safetensors_header import NAMES
 from zero_infinity.checkpoint.training_view import TrainingView
-from zero_infinity.optim.state_records import MASTER
 from zero_infinity.optim.update_rule import copy_scalars, split_state
 from zero_infinity.params.unit import ManagedParameter
 
@@ -73,10 +73,8 @@ class Snapshot:
         yield from map(self._contents.of_unit, self._contents.units)
 
     def state_blocks(self) -> Iterator[BlockContent]:
-        contents, slots = self._contents, self._slots()
-        for unit in contents.units:
-            if unit in contents.records:
-                yield from contents.of_record(contents.records[unit], slots)
+        for unit in self._contents.units:
+            yield from self._contents.of_record(unit, self._states or {})
 
     def manifest(
         self, plans: Mapping[str, FilePlan], rank_files: Mapping[str, FileEntry], entries: Mapping[Key, TensorEntry]
@@ -106,18 +104,6 @@ class Snapshot:
                     value = self.values[key] = as_real(self._view.user_optimizer.state[parameter][slot])
                     kinds[key] = TensorKind(dtype_name(value, name), tuple(value.shape))
         return kinds
-
-    def _slots(self) -> dict[ManagedParameter, tuple[str, ...]]:
-        """Which slots of each parameter's optimizer record are saved."""
-        slots = {}
-        for name, known in self._contents.managed.items():
-            state = (self._states or {}).get(name)
-            for part in known.parts:
-                record = self._contents.records.get(part.unit)
-                if record is not None and part in record.state_names:
-                    master = (MASTER,) if record.has_master else ()
-                    slots[part] = master + (state.slots if state is not None else ())
-        return slots
 
     def _optimizer_entry(self) -> OptimizerEntry | None:
         if self._states is None:

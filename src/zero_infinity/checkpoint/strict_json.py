@@ -1,4 +1,4 @@
-"""Strict JSON from untrusted files: duplicate names, NaN and wrong types are errors that name file and field."""
+"""Strict JSON from untrusted files: duplicate names, NaN and wrong types are errors with a place."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
-from zero_infinity.checkpoint.dtype_conversion import as_real
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
 from zero_infinity.checkpoint.model_contents import Key, ModelContents, state_key
 from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
@@ -67,9 +66,8 @@ def _match_values(
     contents: ModelContents, checkpoint: OpenCheckpoint, result: TensorMatch, problems: MatchProblems, *, strict: bool
 ) -> set[str]:
     used = set()
-    names = {all_names[0]: all_names for all_names in contents.names.values()}
-    for name in (*contents.managed, *contents.plain):
-        saved = {found for n in names.get(name, [name]) if (found := checkpoint.saved_name(n)) is not None}
+    for name, all_names, shape, _ in contents.tensors:
+        saved = {found for n in all_names if (found := checkpoint.saved_name(n)) is not None}
         used |= saved
         if not saved:
             problems.add("only in the model", [name] if strict else [])
@@ -78,8 +76,6 @@ def _match_values(
             problems.add("tied in the model, separate in the checkpoint", [" = ".join(sorted(saved))])
             continue
         source = checkpoint.tensors[MODEL, saved.pop()]
-        known = contents.managed.get(name)
-        shape = tuple(known.shape if known is not None else as_real(contents.plain[name]).shape)
         if source.true_shape != shape:
             problems.add("different shapes", [f"{name} {list(source.true_shape)}, in the model {list(shape)}"])
         result.sources[MODEL, name] = source

@@ -56,6 +56,10 @@ class StoredTensor:
         sizes = dict(zip(self.order, self.shape, strict=True))
         return tuple(sizes[dimension] for dimension in range(len(sizes)))
 
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of the same shape and dtype without memory."""
+        return torch.empty(self.true_shape, dtype=self.dtype, device="meta")
+
     def pieces(self, first: int, last: int) -> range:
         """Numbers of the pieces that have elements `first` to `last` (exclusive)."""
         width = self.dtype.itemsize
@@ -98,6 +102,10 @@ class StoredTensor:
                 f"checksum {crc:#010x}, not {self.crc32[number]:#010x}\n"
                 "  fix:   load an earlier checkpoint, or a copy of this one from another drive"
             )
+
+    def read_whole(self, room: memoryview, use: UseElements) -> None:
+        """Read the whole tensor, in the model's order of dimensions."""
+        use(self.whole(room), 0)
 
     def whole(self, room: memoryview) -> torch.Tensor:
         """The whole tensor in memory, with the model's shape."""

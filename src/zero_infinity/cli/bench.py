@@ -1,4 +1,4 @@
-"""`zero-infinity bench`: measurements of this machine. Benchmarks of the library itself are in `benchmarks/`."""
+"""`zero-infinity bench`: measurements of this machine. The library's benchmarks are in `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure this machine: drive bandwidth, hardware profile",
-        description="Measure this machine: the bandwidth of its drives, or a hardware profile for plan and simulate.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure this machine: the bandwidth of its drives, or a hardware profile for plan and simulate."
     )
+    parser.epilog = _EPILOG
     resources = parser.add_subparsers(dest="resource", metavar="RESOURCE", required=True)
-    bench_hardware.add_parser(resources)
-    bench_io.add_parser(resources)
+    for name, module, line in (
+        ("hardware", bench_hardware, "measure this machine into a profile for plan and simulate"),
+        ("io", bench_io, "read, write and mixed bandwidth of swap space in a directory"),
+    ):
+        own = resources.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_options(own)

@@ -1,7 +1,7 @@
 """`zero-infinity bench hardware`: measures this machine into a profile for `plan` and `simulate`.
 
 Owns the measurements and the profile's text. Each figure is the best of a few short measurements: a profile describes
-the machine, not its current load.
+the machine, not its current load. torch is imported only when it is measured.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,14 @@ _MATMUL_SIZE = 1536  # 7 GFLOP: 70 ms at 100 GFLOP/s
 _COPY_BYTES = 256 * _MIB
 _UPDATE_ELEMENTS = 8 << 20
 _UPDATE_BYTES_PER_ELEMENT = 28  # float32: value, gradient, momentum, variance read; all but the gradient written
+# The model that shows the engine's own cost.
+_NUM_LAYERS = 24
+_WIDTH = 256
+_MEMORY = 6 << 20  # a third of the states
+_WARM_UP_STEPS = 6
+_NUM_STEPS = 12
+_CHUNKS_A_LAYER = 2  # of 256 KiB, the engine's minimum, for a record of 512 KiB
+_BLOCKS_A_STEP = _NUM_LAYERS * (2 + _CHUNKS_A_LAYER)  # used forward and backward, and updated
 
 _EPILOG = """\
 examples:
@@ -59,24 +69,17 @@ class HardwareFigures:
     num_cores: int
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "hardware",
-        help="measure this machine into a profile for plan and simulate",
-        description="Measure computation, memory, drives and the engine's own cost, and write them as a profile for "
-        "plan and simulate.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure computation, memory, drives and the engine's own cost, and write them as a profile for "
+        "plan and simulate."
     )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "directories", metavar="DIR", nargs="+", help="directory for swap space, as in nvme=; several are striped"
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="profile to write, a .toml file (default: print it)"
-    )
-    parser.add_argument(
-        "--size", default="512MiB", metavar="SIZE", help="bytes read and written per run (default 512MiB)"
-    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="profile to write, .toml (default: print it)")
+    parser.add_argument("--size", default="512MiB", metavar="SIZE", help="bytes moved per run (default 512MiB)")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead")
     parser.set_defaults(run=run)
 
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     text = profile_text(figures, platform.node() or "this machine", datetime.now(UTC).strftime("%Y-%m-%d"))
     hardware.parse(text, "measured")
     if args.json:
-        print(json.dumps({name: getattr(figures, name) for name in figures.__dataclass_fields__}))
+        print(json.dumps(asdict(figures)))
     if args.output is None:
         if not args.json:
             print(text, end="")
@@ -110,8 +113,6 @@ def run(args: argparse.Namespace) -> int:
 def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
     drive = measure_drive(directories, num_bytes)
     import torch
-
-    from zero_infinity.cli.bench_hardware_engine_cost import block_cpu_seconds
 
     return HardwareFigures(
         flops=_flops(torch),
@@ -195,6 +196,51 @@ def _update_rate(torch: ModuleType) -> float:
     parameter.grad = torch.ones(_UPDATE_ELEMENTS)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return _UPDATE_BYTES_PER_ELEMENT * _UPDATE_ELEMENTS / _best_seconds(optimizer.step)
+
+
+def block_cpu_seconds(directory: str, drive_cpu_seconds_per_byte: float) -> float:
+    """The engine's own CPU seconds per block that it uses, moves or updates.
+
+    A model that takes almost no time to compute is trained from a drive and in plain PyTorch, on one thread. The
+    difference, minus the CPU time of the drive's transfers, is Python: hooks, decisions, requests, the wrapped
+    optimizer. It does not depend on the model.
+    """
+    import torch
+
+    from zero_infinity import api
+    from zero_infinity.config import Config
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)))
+
+    def cpu_seconds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_WARM_UP_STEPS + _NUM_STEPS):
+            start = time.process_time()
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            settle()
+            times.append(time.process_time() - start)
+        return statistics.median(times[_WARM_UP_STEPS:])
+
+    inputs = torch.ones(1, _WIDTH)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # idle threads spin, which counts as CPU time
+    try:
+        plain = build()
+        plain_seconds = cpu_seconds(plain, torch.optim.AdamW(plain.parameters(), fused=True), lambda: None)
+        with tempfile.TemporaryDirectory(dir=directory) as swap:
+            model = build()
+            model, optimizer = api.prepare(
+                model, torch.optim.AdamW(model.parameters(), fused=True), Config(memory=_MEMORY, nvme=swap)
+            )
+            seconds = cpu_seconds(model, optimizer, lambda: api.synchronize(model))
+            stats = api.stats(model)
+    finally:
+        torch.set_num_threads(num_threads)
+    moved = (stats.bytes_read + stats.bytes_written) / (_WARM_UP_STEPS + _NUM_STEPS)
+    return max(1e-6, (seconds - plain_seconds - moved * drive_cpu_seconds_per_byte) / _BLOCKS_A_STEP)
 
 
 def profile_text(figures: HardwareFigures, name: str, date: str) -> str:

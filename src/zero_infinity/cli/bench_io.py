@@ -1,7 +1,7 @@
-"""`zero-infinity bench io DIR`: bandwidth of swap space in a directory, compared with fio.
+"""`zero-infinity bench io DIR`: bandwidth of swap space in a directory, compared with fio if installed.
 
-Owns the settings, the rounds and the report. `storage/io_speed.py` measures one transfer pattern with one setting, and
-`bench_io_fio.py` runs fio.
+Owns the settings, the rounds, the command line of fio and the report. `storage/io_speed.py` measures one transfer
+pattern with one setting.
 
 Drives and shared machines vary by tens of percent from one second to the next, so the runs are interleaved (ours, fio,
 ours, fio, ...) on the same file, and medians are compared.
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from rich.console import Console
 from rich.table import Table
 
-from zero_infinity.cli import bench_io_fio as fio
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
@@ -31,10 +33,6 @@ from zero_infinity.units import format_bytes, format_seconds, parse_bytes
 _MIB = 1 << 20
 _REQUESTS = (1 * _MIB, 4 * _MIB, 8 * _MIB, 16 * _MIB)
 _THREADS = (1, 2, 4, 8)
-_FIO_SETTINGS = (
-    *(fio.FioSetting("io_uring", request, depth) for request in _REQUESTS[:3] for depth in (4, 16)),
-    *(fio.FioSetting("psync", request, 4) for request in _REQUESTS[1:3]),
-)
 _NUM_ROUNDS = 5
 _MEMORY_BYTES = 128 * _MIB
 
@@ -56,13 +54,40 @@ class IOSetting:
 
 
 @dataclass(frozen=True, slots=True)
+class FioSetting:
+    """`depth` requests in flight: from one process with io_uring, or from as many threads with pread and pwrite."""
+
+    ioengine: str  # "io_uring" or "psync"
+    request_bytes: int
+    depth: int
+
+    def arguments(self, num_bytes: int) -> list[str]:
+        # Each psync thread works on its own part of the file.
+        num_jobs = self.depth if self.ioengine == "psync" else 1
+        part = num_bytes // num_jobs // self.request_bytes * self.request_bytes
+        arguments = [f"--ioengine={self.ioengine}", f"--bs={self.request_bytes}", f"--size={part}"]
+        if num_jobs == 1:
+            return [*arguments, f"--iodepth={self.depth}"]
+        return [*arguments, "--thread", f"--numjobs={num_jobs}", f"--offset_increment={part}", "--group_reporting"]
+
+    def __str__(self) -> str:
+        return f"{self.ioengine} {format_bytes(self.request_bytes)} x {self.depth}"
+
+
+_FIO_SETTINGS = (
+    *(FioSetting("io_uring", request, depth) for request in _REQUESTS[:3] for depth in (4, 16)),
+    *(FioSetting("psync", request, 4) for request in _REQUESTS[1:3]),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class FioComparison:
     """The engine's default setting against fio's best setting; medians of the rounds."""
 
     workload: IOWorkload
     ours: IOSpeed
     theirs: IOSpeed
-    fio_setting: fio.FioSetting
+    fio_setting: FioSetting
 
     @property
     def ratio(self) -> float:
@@ -79,15 +104,12 @@ class _BenchFile(FileDevice):
         super().close()
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "io",
-        help="read, write and mixed bandwidth of swap space in a directory",
-        description="Measure read, write and mixed bandwidth of swap space, by request size and number of threads. "
-        "The files have no name and are gone afterwards.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure read, write and mixed bandwidth of swap space, by request size and number of threads. "
+        "The files have no name and are gone afterwards."
     )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "directories", metavar="DIR", nargs="+", help="directory for swap space, as in nvme=; several are striped"
     )
@@ -105,12 +127,11 @@ def run(args: argparse.Namespace) -> int:
     device = _BenchFile(args.directories)
     try:
         device.extend(num_bytes)
-        memory = memoryview(scratch_memory(_MEMORY_BYTES))
         with _progress() as say:
             say(f"writing {format_bytes(num_bytes)} in {', '.join(args.directories)}")
-            _measure(device, memory, IOSetting(IOWorkload.WRITE, _MIB, NUM_THREADS), num_bytes)
-            sweep = _sweep(device, memory, num_bytes, say)
-            comparisons = _compare(device, memory, num_bytes, say)
+            bench = _Bench(device, memoryview(scratch_memory(_MEMORY_BYTES)), num_bytes, say)
+            bench.measure(IOSetting(IOWorkload.WRITE, _MIB, NUM_THREADS))
+            sweep, comparisons = bench.sweep(), bench.compare()
         direct = device.direct
     finally:
         device.remove()
@@ -121,77 +142,97 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(device: FileDevice, memory: memoryview, setting: IOSetting, num_bytes: int) -> IOSpeed:
-    engine = IOEngine(device, setting.num_threads, setting.request_bytes)
-    try:
-        return measure(engine, memory, setting.workload, setting.request_bytes, num_bytes)
-    finally:
-        engine.close()
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Measurements on one file."""
 
+    device: FileDevice
+    memory: memoryview
+    num_bytes: int
+    say: Callable[[str], None]
 
-def _sweep(
-    device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]
-) -> dict[IOSetting, IOSpeed]:
-    results: dict[IOSetting, IOSpeed] = {}
-    for workload in IOWorkload:
-        for request_bytes in _REQUESTS:
-            if 2 * request_bytes > num_bytes:
-                continue
-            for num_threads in _THREADS:
-                say(f"{workload.value}, requests of {format_bytes(request_bytes)}, {num_threads} threads")
-                setting = IOSetting(workload, request_bytes, num_threads)
-                results[setting] = _measure(device, memory, setting, num_bytes)
-    return results
+    def measure(self, setting: IOSetting) -> IOSpeed:
+        engine = IOEngine(self.device, setting.num_threads, setting.request_bytes)
+        try:
+            return measure(engine, self.memory, setting.workload, setting.request_bytes, self.num_bytes)
+        finally:
+            engine.close()
 
+    def sweep(self) -> dict[IOSetting, IOSpeed]:
+        results: dict[IOSetting, IOSpeed] = {}
+        requests = [request_bytes for request_bytes in _REQUESTS if 2 * request_bytes <= self.num_bytes]
+        for setting in itertools.starmap(IOSetting, itertools.product(IOWorkload, requests, _THREADS)):
+            size = format_bytes(setting.request_bytes)
+            self.say(f"{setting.workload.value}, requests of {size}, {setting.num_threads} threads")
+            results[setting] = self.measure(setting)
+        return results
 
-def _compare(device: FileDevice, memory: memoryview, num_bytes: int, say: Callable[[str], None]) -> list[FioComparison]:
-    """Compare with fio, if it is installed; it cannot stripe over directories as we do."""
-    executable = fio.find()
-    settings = [setting for setting in _FIO_SETTINGS if setting.request_bytes * setting.depth <= num_bytes]
-    if executable is None:
-        say("no comparison: fio is not in PATH")
-        return []
-    if len(device.descriptors) > 1 or not settings:
-        say("no comparison: " + ("the size is too small" if not settings else "fio cannot stripe over directories"))
-        return []
+    def compare(self) -> list[FioComparison]:
+        """Compare with fio, if it is installed; it cannot stripe over directories as we do."""
+        settings = [setting for setting in _FIO_SETTINGS if setting.request_bytes * setting.depth <= self.num_bytes]
+        problem = (
+            "fio is not in PATH"
+            if shutil.which("fio") is None
+            else "the size is too small"
+            if not settings
+            else "fio cannot stripe over directories"
+            if len(self.device.descriptors) > 1
+            else None
+        )
+        if problem is not None:
+            self.say(f"no comparison: {problem}")
+            return []
+        try:
+            return [self._compare(workload, settings) for workload in (IOWorkload.READ, IOWorkload.WRITE)]
+        except (subprocess.SubprocessError, ValueError, KeyError) as error:
+            detail = getattr(error, "stderr", None) or error
+            print(f"no comparison: fio could not run: {str(detail).strip()}", file=sys.stderr)
+            return []
 
-    def run_fio(workload: IOWorkload, setting: fio.FioSetting) -> IOSpeed:
-        return fio.measure(executable, device.descriptors[0], workload, setting, num_bytes, direct=device.direct)
+    def _compare(self, workload: IOWorkload, settings: list[FioSetting]) -> FioComparison:
+        self.say(f"fio, {workload.value}: finding its best setting")
+        best = max(settings, key=lambda setting: self.run_fio(workload, setting).bytes_per_second)
+        own = IOSetting(workload, min(REQUEST_BYTES, self.num_bytes), NUM_THREADS)
+        ours, theirs = [], []
+        for index in range(_NUM_ROUNDS):
+            self.say(f"ours and fio interleaved, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
+            ours.append(self.measure(own))
+            theirs.append(self.run_fio(workload, best))
+        return FioComparison(workload, _median(ours), _median(theirs), best)
 
-    comparisons: list[FioComparison] = []
-    try:
-        for workload in (IOWorkload.READ, IOWorkload.WRITE):
-            say(f"fio, {workload.value}: finding its best setting")
-            best = max(settings, key=lambda setting: run_fio(workload, setting).bytes_per_second)
-            own = IOSetting(workload, min(REQUEST_BYTES, num_bytes), NUM_THREADS)
-            ours: list[IOSpeed] = []
-            theirs: list[IOSpeed] = []
-            for index in range(_NUM_ROUNDS):
-                say(f"ours and fio interleaved, {workload.value}: round {index + 1} of {_NUM_ROUNDS}")
-                ours.append(_measure(device, memory, own, num_bytes))
-                theirs.append(run_fio(workload, best))
-            comparisons.append(FioComparison(workload, _median(ours), _median(theirs), best))
-    except (subprocess.SubprocessError, ValueError, KeyError) as error:
-        detail = getattr(error, "stderr", None) or error
-        print(f"no comparison: fio could not run: {str(detail).strip()}", file=sys.stderr)
-        return []
-    return comparisons
+    def run_fio(self, workload: IOWorkload, setting: FioSetting) -> IOSpeed:
+        """Run fio once. Raises `subprocess.SubprocessError` or `ValueError` if it fails."""
+        command = [
+            "fio",
+            "--name=zero-infinity",
+            # The file that we measure: the same blocks of the same drive. It has no name, so nothing is left behind.
+            f"--filename=/proc/{os.getpid()}/fd/{self.device.descriptors[0]}",
+            "--allow_file_create=0",
+            f"--direct={int(self.device.direct)}",
+            f"--rw={workload.value}",
+            *setting.arguments(self.num_bytes),
+            "--output-format=json",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        # fio may print notes before the report.
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        report = job[workload.value]
+        percentile = report["clat_ns"]["percentile"]
+        return IOSpeed(
+            bytes_per_second=float(report["bw_bytes"]),
+            # fio gives the share of one thread on average.
+            cores=(job["usr_cpu"] + job["sys_cpu"]) / 100 * (setting.depth if setting.ioengine == "psync" else 1),
+            p50_seconds=percentile["50.000000"] / 1e9,
+            p99_seconds=percentile["99.000000"] / 1e9,
+        )
 
 
 def _median(speeds: list[IOSpeed]) -> IOSpeed:
-    return IOSpeed(
-        bytes_per_second=statistics.median(speed.bytes_per_second for speed in speeds),
-        cores=statistics.median(speed.cores for speed in speeds),
-        p50_seconds=statistics.median(speed.p50_seconds for speed in speeds),
-        p99_seconds=statistics.median(speed.p99_seconds for speed in speeds),
-    )
+    return IOSpeed(*(statistics.median(getattr(one, field.name) for one in speeds) for field in fields(IOSpeed)))
 
 
 def _best(sweep: dict[IOSetting, IOSpeed], workload: IOWorkload) -> IOSetting:
-    return max(
-        (setting for setting in sweep if setting.workload is workload),
-        key=lambda setting: sweep[setting].bytes_per_second,
-    )
+    return max((s for s in sweep if s.workload is workload), key=lambda setting: sweep[setting].bytes_per_second)
 
 
 @contextlib.contextmanager
@@ -237,34 +278,20 @@ def _print_tables(
     directories: list[str], num_bytes: int, sweep: dict[IOSetting, IOSpeed], comparisons: list[FioComparison]
 ) -> None:
     console = Console()
-    table = Table(
-        "workload",
-        "request",
-        "threads",
-        *_SPEED_HEADINGS,
-        title=f"{', '.join(directories)}: {format_bytes(num_bytes)} each; * is the best",
-    )
+    title = f"{', '.join(directories)}: {format_bytes(num_bytes)} each; * is the best"
+    table = Table("workload", "request", "threads", *_SPEED_HEADINGS, title=title)
     for workload in IOWorkload:
         best = _best(sweep, workload)
         for setting in (setting for setting in sweep if setting.workload is workload):
-            mark = "*" if setting == best else " "
-            table.add_row(
-                f"{workload.value} {mark}",
-                format_bytes(setting.request_bytes),
-                str(setting.num_threads),
-                *_speed_cells(sweep[setting]),
-            )
+            name = f"{workload.value} {'*' if setting == best else ' '}"
+            size, threads = format_bytes(setting.request_bytes), str(setting.num_threads)
+            table.add_row(name, size, threads, *_speed_cells(sweep[setting]))
         table.add_section()
     console.print(table)
     if not comparisons:
         return
-    table = Table(
-        "workload",
-        "who",
-        *_SPEED_HEADINGS,
-        "ratio",
-        title=f"compared with fio, interleaved: medians of {_NUM_ROUNDS} rounds",
-    )
+    title = f"compared with fio, interleaved: medians of {_NUM_ROUNDS} rounds"
+    table = Table("workload", "who", *_SPEED_HEADINGS, "ratio", title=title)
     for comparison in comparisons:
         ours = f"ours, {format_bytes(REQUEST_BYTES)} x {NUM_THREADS}"
         theirs = f"fio, {comparison.fio_setting}"
@@ -274,9 +301,5 @@ def _print_tables(
 
 
 def _speed_cells(speed: IOSpeed) -> tuple[str, str, str, str]:
-    return (
-        f"{speed.bytes_per_second / 1e9:.2f}",
-        f"{speed.cores:.2f}",
-        format_seconds(speed.p50_seconds),
-        format_seconds(speed.p99_seconds),
-    )
+    rate, cores = f"{speed.bytes_per_second / 1e9:.2f}", f"{speed.cores:.2f}"
+    return rate, cores, format_seconds(speed.p50_seconds), format_seconds(speed.p99_seconds)

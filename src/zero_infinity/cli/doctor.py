@@ -62,22 +62,11 @@ class Check:
     remedy: str = ""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine: direct I/O, memory, limits, 16-bit speed",
-        description="Check whether this machine and the drive of DIR are ready for training. Exit code 1 if not.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        type=Path,
-        default=Path(),
-        help="directory for swap space, as in nvme= (default: .)",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Check whether this machine and the drive of DIR are ready for training. Exit code 1 if not."
+    parser.epilog = EPILOG
+    text = "directory for swap space, as in nvme= (default: .)"
+    parser.add_argument("directory", metavar="DIR", nargs="?", type=Path, default=Path(), help=text)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(run=run)
 
@@ -94,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(directory: Path) -> Iterator[Check]:
     """Every check, in the order of the table."""
     yield _check_kernel()
-    yield _check_python()
+    yield Check("Python", platform.python_version())
     yield from _check_torch()
     yield _check_transformers()
     yield from _check_memory()
@@ -118,10 +107,6 @@ def _check_kernel() -> Check:
     return Check("kernel", value)
 
 
-def _check_python() -> Check:
-    return Check("Python", platform.python_version())
-
-
 def _check_torch() -> Iterator[Check]:
     """torch, and what only torch knows: accelerator, threads and the speed of 16-bit arithmetic."""
     try:
@@ -133,7 +118,7 @@ def _check_torch() -> Iterator[Check]:
     old = version < MIN_TORCH
     wanted = ".".join(map(str, MIN_TORCH))
     yield Check("torch", torch.__version__, "fail" if old else "ok", f"pip install 'torch>={wanted}'" if old else "")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     yield Check("accelerator", str(accelerator) if accelerator else "none: computes on the CPU")
     yield _check_threads(len(os.sched_getaffinity(0)), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
     yield _check_half_precision(torch)
@@ -259,11 +244,9 @@ def _check_direct_io(path: Path) -> Check:
             same = (written, read) == (ALIGNMENT, ALIGNMENT) and block[:] == pattern
     except OSError as error:
         return _direct_io_failure(path, error)
-    if not same:
-        return Check(
-            "direct I/O", "the bytes read differ from those written", "fail", "use another drive; check this one"
-        )
-    return Check("direct I/O", "works")
+    if same:
+        return Check("direct I/O", "works")
+    return Check("direct I/O", "the bytes read differ from those written", "fail", "use another drive; check this one")
 
 
 def _direct_io_failure(path: Path, error: OSError) -> Check:

@@ -21,14 +21,11 @@ def exit_code(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
-    return EXIT_MISTAKE if _is_mistake(error) else EXIT_FAILED
+    # A torn step is not the user's mistake: no other command or setting would fix it.
+    is_mistake = isinstance(error, ConfigError | UsageError) and not isinstance(error, TornStepError)
+    return EXIT_MISTAKE if is_mistake else EXIT_FAILED
 
 
 def describe(error: ZeroInfinityError | KeyboardInterrupt) -> str:
     """The text printed for `error`."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-
-
-def _is_mistake(error: BaseException) -> bool:
-    """True if another command or setting fixes it; a torn step is not a user error."""
-    return isinstance(error, ConfigError | UsageError) and not isinstance(error, TornStepError)

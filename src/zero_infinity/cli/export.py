@@ -23,14 +23,9 @@ AutoModelForCausalLM.from_pretrained("model"); for any model, use safetensors.to
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "export",
-        help="write the weights of a checkpoint as a Hugging Face folder",
-        description="Write the weights of a checkpoint to a new folder, as safetensors files.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write the weights of a checkpoint to a new folder, as safetensors files."
+    parser.epilog = EPILOG
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="directory written by train --save or zi.save"
     )

@@ -1,4 +1,4 @@
-"""Turns a Hugging Face config.json into the planner's model: builds it from tensors without memory and runs it once.
+"""Turns a Hugging Face config.json into the planner's model, built without memory and run once.
 
 Owns what happens if that run fails: a model whose forward depends on values, or whose inputs are unknown, is counted by
 its parameters; a config with inconsistent values is an error.

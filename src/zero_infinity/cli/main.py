@@ -1,6 +1,6 @@
 """The `zero-infinity` command: its subcommands, and how errors become exit codes.
 
-Each subcommand is a module of this package with `add_parser(subparsers)`, which adds its parser and sets the default
+Each subcommand is a module of this package with `add_options(parser)`, which adds its options and sets the default
 `run`, a function from the parsed arguments to an exit code. Only the module of the given command is imported;
 `zero-infinity --help` uses the table below and needs no torch.
 """
@@ -63,7 +63,9 @@ def _run(argv: list[str]) -> int:
     # No top-level option takes a value, so the first word that is not an option is the command.
     command = next((word for word in argv if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
-        raise _unknown_command(command)
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {command!r}; {hint}")
     parser = _build_parser(command)
     try:
         with _once():
@@ -88,17 +90,10 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zero-infinity {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, line in COMMANDS.items():
+        own = subparsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == command:
-            import_module(f"zero_infinity.cli.{name}").add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=line)
+            import_module(f"zero_infinity.cli.{name}").add_options(own)
     return parser
-
-
-def _unknown_command(command: str) -> ConfigError:
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
-    return ConfigError(f"unknown command {command!r}; {hint}")
 
 
 @contextmanager

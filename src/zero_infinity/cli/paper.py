@@ -1,4 +1,4 @@
-"""`zero-infinity paper`: tables and figures of the ZeRO papers, recomputed. The exhibits are the package `papers`."""
+"""`zero-infinity paper`: tables and figures of the ZeRO papers, recomputed by the package `papers`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "paper",
-        help="recompute tables and figures of the ZeRO papers",
-        description="Recompute tables and figures of the ZeRO and ZeRO-Infinity papers, and compare them with the "
-        "published numbers.",
-        epilog=_EPILOG + "\nexhibits:\n" + textwrap.fill(", ".join(catalogue.NAMES), 78),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Recompute tables and figures of the ZeRO and ZeRO-Infinity papers, and compare them with the "
+        "published numbers."
     )
+    parser.epilog = _EPILOG + "\nexhibits:\n" + textwrap.fill(", ".join(catalogue.NAMES), 78)
     parser.add_argument("name", nargs="?", default="all", metavar="NAME", help="name of an exhibit (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write CSV, SVG, PNG and index.html to DIR")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -39,7 +36,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     if args.out is not None:
-        _make_directory(args.out)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: {error.strerror}\n  fix:   another directory") from None
     exhibits: list[Exhibit] = []
     console = Console()
     for name in catalogue.NAMES if args.name == "all" else (args.name,):
@@ -51,10 +51,3 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         print(f"written: {page.write(args.out, exhibits)}", file=sys.stderr)
     return 0
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}\n  fix:   another directory") from None

@@ -1,10 +1,11 @@
-"""`zero-infinity plan`: memory per tier, bandwidth and step time of a job. The numbers come from `planner`."""
+"""`zero-infinity plan`: memory per tier, bandwidth and step time of a job, computed by `planner`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -24,16 +25,15 @@ examples:
   zero-infinity plan --model config.json --hardware laptop --memory 8GiB --seq 512
   zero-infinity plan --model zi-1t --hardware dgx2 --nodes 4 --batch 5 --json
 """
+_STEP_FIGURES = (
+    *("seconds", "forward_seconds", "backward_seconds", "compute_seconds", "engine_seconds", "wait_seconds"),
+    *("tokens_per_second", "flops_per_second", "bottleneck", "read_bytes", "written_bytes", "peak_bytes"),
+)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict memory per tier and step time before training",
-        description="Predict the bytes on every tier, the bandwidth that is needed and available, and the step time.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Predict the bytes on every tier, the bandwidth needed and available, and the step time."
+    parser.epilog = _EPILOG
     plan_arguments.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
@@ -69,10 +69,7 @@ def _print(console: Console, plan: Plan, name: str, num_parameters: int, setting
     )
     console.print(_memory_table(plan))
     console.print(_bandwidth_table(plan.needs))
-    table = Table(show_header=False, title="step", title_justify="left")
-    for label, value in _step_rows(plan):
-        table.add_row(label, value)
-    console.print(table)
+    console.print(table_of(_step_rows(plan), "step"))
     text = ", ".join(
         f"{key}={json.dumps(value) if isinstance(value, str) else value}" for key, value in settings.items()
     )
@@ -80,6 +77,14 @@ def _print(console: Console, plan: Plan, name: str, num_parameters: int, setting
     if outcome.wait_seconds:
         worst = sorted(outcome.waits.items(), key=lambda item: -item[1])[:3]
         console.print("longest waits: " + ", ".join(f"{escape(n)} {format_seconds(s)}" for n, s in worst), style="dim")
+
+
+def table_of(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+    """A table of labels and values."""
+    table = Table(show_header=False, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -141,11 +146,7 @@ def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> 
         "hardware": inputs.hardware.name,
         "num_nodes": inputs.job.num_nodes,
         "devices_per_node": inputs.num_devices,
-        "homes": {
-            "parameters": inputs.homes.parameters.name,
-            "optimizer": inputs.homes.optimizer.name,
-            "checkpoints": inputs.homes.checkpoints.name,
-        },
+        "homes": {kind: getattr(inputs.homes, kind).name for kind in ("parameters", "optimizer", "checkpoints")},
         "tiers": [
             {"name": use.tier.name, "kind": use.tier.kind, "capacity": use.tier.capacity, "bytes": use.uses}
             for use in plan.tiers
@@ -170,18 +171,5 @@ def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> 
 
 
 def outcome_json(outcome: SimulatedStep) -> dict[str, Any]:
-    return {
-        "seconds": outcome.seconds,
-        "forward_seconds": outcome.forward_seconds,
-        "backward_seconds": outcome.backward_seconds,
-        "compute_seconds": outcome.compute_seconds,
-        "engine_seconds": outcome.engine_seconds,
-        "wait_seconds": outcome.wait_seconds,
-        "tokens_per_second": outcome.tokens_per_second,
-        "flops_per_second": outcome.flops_per_second,
-        "bottleneck": outcome.bottleneck,
-        "read_bytes": outcome.read_bytes,
-        "written_bytes": outcome.written_bytes,
-        "peak_bytes": outcome.peak_bytes,
-        "links": {t.link: {"bytes": t.num_bytes, "busy_seconds": t.busy_seconds} for t in outcome.traffic},
-    }
+    links = {t.link: {"bytes": t.num_bytes, "busy_seconds": t.busy_seconds} for t in outcome.traffic}
+    return {**{name: getattr(outcome, name) for name in _STEP_FIGURES}, "links": links}

@@ -1,11 +1,13 @@
-"""Options that `plan` and `simulate` share: model, hardware and job. torch is imported only for a config.json."""
+"""Options that `plan` and `simulate` share: model, hardware, job. Only a config.json imports torch."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from zero_infinity.cli.number_options import above_zero, integer
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner import hardware as profiles
 from zero_infinity.planner import model_shapes as models
@@ -18,24 +20,28 @@ _STATES = {"float32": SINGLE, "mixed": MIXED}
 _MAX_COUNT = 10**7  # of anything; more is a typing error
 _MAX_LAYERS = 10**4
 
+_count = partial(integer, most=_MAX_COUNT)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model", metavar="NAME", help=f"{', '.join(models.known_names())}; or the path of a Hugging Face config.json"
     )
-    model.add_argument("--layers", type=_num_layers, metavar="N", help="number of blocks, instead of --model")
-    for name, text in (("hidden", "width"), ("heads", "attention heads")):
-        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, instead of --model")
     model.add_argument(
-        "--vocabulary", type=_positive, metavar="N", help="vocabulary size, with --layers (default: no embeddings)"
+        "--layers", type=partial(integer, most=_MAX_LAYERS), metavar="N", help="number of blocks, instead of --model"
     )
-    model.add_argument("--seq", type=_positive, metavar="N", help="tokens per sequence (default: the model's own)")
+    for name, text in (("hidden", "width"), ("heads", "attention heads")):
+        model.add_argument(f"--{name}", type=_count, metavar="N", help=f"{text}, instead of --model")
+    model.add_argument(
+        "--vocabulary", type=_count, metavar="N", help="vocabulary size, with --layers (default: no embeddings)"
+    )
+    model.add_argument("--seq", type=_count, metavar="N", help="tokens per sequence (default: the model's own)")
     machine = parser.add_argument_group("hardware")
     machine.add_argument("--hardware", required=True, metavar="PROFILE", help=f"{', '.join(profiles.names())}; or a "
                          ".toml file, such as zero-infinity bench hardware writes")  # fmt: skip
-    machine.add_argument("--nodes", type=_positive, default=1, metavar="N", help="number of nodes (default 1)")
-    machine.add_argument("--gpus", type=_positive, metavar="N", help="devices per node that take part (default: all)")
+    machine.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of nodes (default 1)")
+    machine.add_argument("--gpus", type=_count, metavar="N", help="devices per node that take part (default: all)")
     machine.add_argument("--memory", metavar="SIZE", help="host memory per node for the engine (default: 70%% of "
                          "what activations leave)")  # fmt: skip
     machine.add_argument("--device-memory", metavar="SIZE", help="memory per device for parameters (default: what "
@@ -44,7 +50,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--nvme", metavar="DIR", help='directory for nvme= in the printed Config; "none": plan without storage'
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--batch", type=_number, default=1.0, metavar="N", help="sequences per device (default 1)")
+    training.add_argument(
+        "--batch",
+        type=partial(above_zero, most=_MAX_COUNT),
+        default=1.0,
+        metavar="N",
+        help="sequences per device (default 1)",
+    )
     training.add_argument("--dtype", choices=_STATES, help="float32 (12 bytes per parameter) or mixed: 16-bit with "
                           "float32 master copies (14) (default: mixed; float32 on a CPU)")  # fmt: skip
     training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks per activation checkpoint; "
@@ -125,27 +137,3 @@ def _size(option: str, text: str | None) -> int | None:
     if not num_bytes:
         raise ConfigError(f"{option} is 0; accepted: a size above zero")
     return num_bytes
-
-
-def _num_layers(text: str) -> int:
-    return _positive(text, _MAX_LAYERS)
-
-
-def _positive(text: str, most: int = _MAX_COUNT) -> int:
-    try:
-        number = int(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        number = 0
-    if not 1 <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer between 1 and {most:,}")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= _MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
-    return number

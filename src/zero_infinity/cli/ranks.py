@@ -1,4 +1,4 @@
-"""Ranks of a command started by `torchrun` (or srun): joining them, exchanging figures, and ending after an error.
+"""Ranks of a command started by `torchrun` (or srun): joining, exchanging figures, ending after an error.
 
 Without a launcher there is one rank, at no cost. torch is imported only when ranks join, so that invalid options fail
 at once.
@@ -45,8 +45,7 @@ class LaunchedRank:
     @classmethod
     def from_environment(cls) -> LaunchedRank | None:
         """None if there is only one rank."""
-        numbers = {name: _number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")}
-        rank, num_ranks = numbers["RANK"], numbers["WORLD_SIZE"]
+        rank, num_ranks, local = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         if num_ranks is None or num_ranks <= 1:
             return None
         if rank is None:
@@ -54,8 +53,7 @@ class LaunchedRank:
                 f"WORLD_SIZE is {num_ranks} in the environment, but RANK is not set\n"
                 "  fix:   start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
             )
-        local = numbers["LOCAL_RANK"]
-        return cls(rank, num_ranks, rank if local is None else local, numbers["GROUP_RANK"] or 0)
+        return cls(rank, num_ranks, rank if local is None else local, _number("GROUP_RANK") or 0)
 
 
 def speaks() -> bool:
@@ -134,7 +132,10 @@ class SeveralRanks(Ranks):
             return True
 
     def close(self) -> None:
+        import torch.distributed as dist
+
         self._group.close()
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -149,7 +150,6 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
         ranks = _join(start, timeout_seconds)
         yield ranks
         ranks.close()
-        _part()
     except BaseException as error:  # noqa: BLE001 - the process ends here, whatever it was
         _leave(start, ranks, error)
 
@@ -169,11 +169,10 @@ def _join(start: LaunchedRank, timeout_seconds: float) -> SeveralRanks:
             "  fix:   start with torchrun, or set the address and a free port of the machine with rank 0"
         )
     backend = "gloo"
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        if device is not None:
-            torch.accelerator.set_device_index(start.local_rank)
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        torch.accelerator.set_device_index(start.local_rank)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     try:
         timeout = timedelta(seconds=timeout_seconds)
         if os.environ.get("LOCAL_WORLD_SIZE") == str(start.num_ranks):
@@ -199,12 +198,6 @@ def _join(start: LaunchedRank, timeout_seconds: float) -> SeveralRanks:
             "  fix:   start WORLD_SIZE processes, each with the same MASTER_ADDR and MASTER_PORT; make it reachable; "
             "set GLOO_SOCKET_IFNAME to choose the network interface"
         ) from error
-
-
-def _part() -> None:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
 
 
 def _leave(start: LaunchedRank, ranks: SeveralRanks | None, error: BaseException) -> None:

@@ -22,21 +22,14 @@ examples:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="make an HTML page from a trace",
-        description="Make an HTML page from a trace: lanes over time, memory held against its budget, traffic by link\n"
-        "and exposed waits by module. The page is self-contained and needs no network.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make an HTML page from a trace: lanes over time, memory held against its budget, traffic by link\n"
+        "and exposed waits by module. The page is self-contained and needs no network."
     )
-    parser.add_argument(
-        "trace",
-        type=Path,
-        metavar="TRACE",
-        help="Chrome trace written by train, simulate or zi.Config(trace=...)",
-    )
+    parser.epilog = _EPILOG
+    text = "Chrome trace written by train, simulate or zi.Config(trace=...)"
+    parser.add_argument("trace", type=Path, metavar="TRACE", help=text)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write (default: TRACE with .html)")
     parser.add_argument("--json", action="store_true", help="print the page's numbers as JSON instead")
     parser.set_defaults(run=run)

@@ -21,7 +21,7 @@ class SignalWatch:
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         self._deferring = False
-        self._agreed = False
+        self.is_agreed = False  # all ranks have agreed to stop
 
     @property
     def requested(self) -> bool:
@@ -36,11 +36,6 @@ class SignalWatch:
         """Number of the signal; 0 if there was none."""
         return 0 if self._signal is None else int(self._signal)
 
-    @property
-    def is_agreed(self) -> bool:
-        """True if all ranks have agreed to stop."""
-        return self._agreed
-
     def agree(self, numbers: Iterable[int]) -> None:
         """Agree on the signals that the ranks had received by the end of a step: all stop for the same one, or none.
 
@@ -49,7 +44,7 @@ class SignalWatch:
         came = max(numbers)
         if came:
             self._signal = signal.Signals(came)
-            self._agreed = True
+            self.is_agreed = True
 
     @property
     def exit_code(self) -> int:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_infinity.cli import plan_arguments
-from zero_infinity.cli.plan import outcome_json
+from zero_infinity.cli.plan import outcome_json, table_of
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan_inputs import PlanInputs, prepare
@@ -29,14 +29,9 @@ View the trace with zero-infinity report step.json -o step.html, or in ui.perfet
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "simulate",
-        help="simulate a training step on given hardware",
-        description="Simulate one steady training step: the engine's own cache policy over links of given speed.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Simulate one steady training step: the engine's own cache policy over links of given speed."
+    parser.epilog = _EPILOG
     plan_arguments.add_options(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write two steps as Chrome trace JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -82,8 +77,7 @@ def _print(console: Console, inputs: PlanInputs, outcome: SimulatedStep, title: 
             busy = f"{traffic.busy_seconds / outcome.seconds:.0%}"
             table.add_row(traffic.link, format_bytes(traffic.num_bytes), format_seconds(traffic.busy_seconds), busy)
     console.print(table)
-    rows = Table(show_header=False)
-    for label, value in (
+    rows = [
         ("step", format_seconds(outcome.seconds)),
         ("forward, backward", f"{format_seconds(outcome.forward_seconds)}, {format_seconds(outcome.backward_seconds)}"),
         ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.1%}"),
@@ -92,9 +86,8 @@ def _print(console: Console, inputs: PlanInputs, outcome: SimulatedStep, title: 
         ("bottleneck", outcome.bottleneck),
         *((f"held: {tier}", f"{format_bytes(peak)} per rank at most") for tier, peak in outcome.peak_bytes.items()),
         ("simulated in", format_seconds(seconds)),
-    ):
-        rows.add_row(label, value)
-    console.print(rows)
+    ]
+    console.print(table_of(rows))
 
 
 def _devices(inputs: PlanInputs) -> str:

@@ -6,19 +6,20 @@ torch is imported only when the command runs, so that --help and invalid options
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from zero_infinity.cli import signals
+from zero_infinity.cli.number_options import above_zero, integer
 from zero_infinity.cli.progress_display import Progress, choose
 from zero_infinity.cli.ranks import Ranks, joined, speaks
 from zero_infinity.config import Config
@@ -45,18 +46,7 @@ OPTIMIZERS = {
 }
 # Options and settings that may differ between ranks. Each rank's cache has its own memory budget; sizes on which ranks
 # must agree (buffers, gathered units, tiles) follow from the smallest one.
-_OF_ONE_RANK = {
-    "data",
-    "memory",
-    "device_memory",
-    "nvme",
-    "config",
-    "hf",
-    "pretrained",
-    "json",
-    "log_every",
-    "run",
-}
+_OF_ONE_RANK = {"data", "memory", "device_memory", "nvme", "config", "hf", "pretrained", "json", "log_every", "run"}
 SWAP_PREFIX = ".zero-infinity-swap-"
 
 EPILOG = """\
@@ -75,23 +65,14 @@ exits with code 130 (or 143); a second one stops at once. If a rank is lost, not
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model whose states are larger than memory",
-        description="Train a byte-level GPT, or a model from a Hugging Face config, on text, within a memory budget.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a byte-level GPT, or a Hugging Face model, on text, within a memory budget."
+    parser.epilog = EPILOG
     model = parser.add_argument_group("model")
     model.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default {DEFAULT_PRESET})")
-    for name, text in (
-        ("layers", "blocks"),
-        ("hidden", "width"),
-        ("heads", "attention heads"),
-        ("seq", "sequence length"),
-    ):
-        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{text}, instead of the preset's")
+    sizes = {"layers": "blocks", "hidden": "width", "heads": "attention heads", "seq": "sequence length"}
+    for name, text in sizes.items():
+        model.add_argument(f"--{name}", type=integer, metavar="N", help=f"{text}, instead of the preset's")
     model.add_argument("--tied", action="store_true", help="share the embedding's weight with the output head")
     model.add_argument(
         "--hf", type=Path, metavar="CONFIG_JSON", help="Hugging Face config of a causal model, random weights"
@@ -103,15 +84,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
                           "(default: the source of Python's standard library)")  # fmt: skip
-    training.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences per batch (default 4)")
-    training.add_argument("--accumulate", type=_positive, metavar="N", help="batches per step (default 1)")
-    training.add_argument(
-        "--steps", type=_positive, default=100, metavar="N", help="total number of steps (default 100)"
-    )
+    training.add_argument("--batch", type=integer, default=4, metavar="N", help="sequences per batch (default 4)")
+    training.add_argument("--accumulate", type=integer, metavar="N", help="batches per step (default 1)")
+    training.add_argument("--steps", type=integer, default=100, metavar="N", help="total number of steps (default 100)")
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer (default adamw)")
-    training.add_argument("--lr", type=_rate, metavar="RATE", help="learning rate (default: by optimizer)")
-    training.add_argument("--warmup", type=_count, default=10, metavar="N", help="warm-up steps of --lr (default 10)")
-    training.add_argument("--max-grad-norm", type=_rate, metavar="NORM", help="clip gradients to this global norm")
+    training.add_argument("--lr", type=above_zero, metavar="RATE", help="learning rate (default: by optimizer)")
+    training.add_argument(
+        "--warmup", type=partial(integer, least=0), default=10, metavar="N", help="warm-up steps of --lr (default 10)"
+    )
+    training.add_argument("--max-grad-norm", type=above_zero, metavar="NORM", help="clip gradients to this global norm")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default 0)")
 
     places = parser.add_argument_group("memory and storage")
@@ -129,20 +110,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ranks = parser.add_argument_group("multiple ranks (with torchrun)")
     ranks.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage: shard 0 nothing, 1 optimizer "
                        "states, 2 also gradients, 3 also parameters (default 3)")  # fmt: skip
-    ranks.add_argument("--timeout", type=_rate, default=1800, metavar="SECONDS", help="how long to wait for other "
+    ranks.add_argument("--timeout", type=above_zero, default=1800, metavar="SECONDS", help="how long to wait for other "
                        "ranks (default 1800)")  # fmt: skip
 
     saving = parser.add_argument_group("checkpoints")
     saving.add_argument("--save", type=Path, metavar="DIR", help="save here at the end and when a signal stops the run")
-    saving.add_argument("--save-every", type=_positive, metavar="N", help="also save every N steps")
-    saving.add_argument("--keep", type=_positive, metavar="N", help="keep the newest N checkpoints (default: all)")
+    saving.add_argument("--save-every", type=integer, metavar="N", help="also save every N steps")
+    saving.add_argument("--keep", type=integer, metavar="N", help="keep the newest N checkpoints (default: all)")
     saving.add_argument("--save-in-background", action="store_true", help="continue training while --save-every writes")
     saving.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON lines: each step, then the summary")
     output.add_argument(
-        "--log-every", type=_positive, metavar="N", help="steps between two lines (default: 20 lines in all)"
+        "--log-every", type=integer, metavar="N", help="steps between two lines (default: 20 lines in all)"
     )
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, for zero-infinity report or "
                         "ui.perfetto.dev")  # fmt: skip
@@ -156,14 +137,7 @@ def run(args: argparse.Namespace) -> int:
                 model = _model(args)
                 from zero_infinity.cli.train_checkpoints import options_of
 
-                save = options_of(
-                    args.save,
-                    args.save_every,
-                    args.keep,
-                    ranks,
-                    resume=args.resume,
-                    background=args.save_in_background,
-                )
+                save = options_of(args, is_first=ranks.rank == 0)
                 config = stack.enter_context(_swap_space(args))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.train_loop import train
@@ -197,19 +171,10 @@ def _alike(args: argparse.Namespace, config: Config) -> str:
 def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> TrainJob:
     from zero_infinity.cli.train_loop import TrainJob
 
-    return TrainJob(
-        model=model,
-        seq=args.seq,
-        batch=args.batch,
-        steps=args.steps,
-        optimizer=args.optimizer,
-        lr=OPTIMIZERS[args.optimizer] if args.lr is None else args.lr,
-        warmup=args.warmup,
-        seed=args.seed,
-        data=tuple(args.data),
-        pretrained=args.pretrained,
-        save=save,
-    )
+    names = ("seq", "batch", "steps", "optimizer", "warmup", "seed", "pretrained")
+    same = {name: getattr(args, name) for name in names}
+    lr = OPTIMIZERS[args.optimizer] if args.lr is None else args.lr
+    return TrainJob(model=model, lr=lr, data=tuple(args.data), save=save, **same)
 
 
 def _model(args: argparse.Namespace) -> Shape | Path:
@@ -246,15 +211,8 @@ def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
 
 def _config(args: argparse.Namespace) -> Config:
     """The settings of --config, overridden by the options."""
-    options = {
-        "memory": args.memory,
-        "param_dtype": args.param_dtype,
-        "gradient_accumulation_steps": args.accumulate,
-        "max_grad_norm": args.max_grad_norm,
-        "stage": args.stage,
-        "verify": args.verify,
-        "trace": args.trace,
-    }
+    names = ("memory", "param_dtype", "max_grad_norm", "stage", "verify", "trace")
+    options = {"gradient_accumulation_steps": args.accumulate, **{name: getattr(args, name) for name in names}}
     changes: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     if args.nvme is not None:
         changes["nvme"] = None if args.nvme == ["none"] else args.nvme
@@ -264,27 +222,3 @@ def _config(args: argparse.Namespace) -> Config:
     for warning in caught if speaks() else []:
         print(f"warning: {warning.message}", file=sys.stderr)
     return config
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return number
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
-    return number

@@ -6,6 +6,7 @@ not save; the next one resumes from the last checkpoint.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,10 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_infinity import api
-from zero_infinity.checkpoint.atomic_save import CheckpointDraft
-from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import CheckpointDraft, has_checkpoint
 from zero_infinity.cli.progress_display import Progress
-from zero_infinity.cli.ranks import Ranks
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.text import ByteBatches
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
@@ -35,31 +34,22 @@ class SaveOptions:
     every: int | None
     keep: int | None
     resume: bool
-    background: bool = False
+    background: bool
 
 
+@dataclass(slots=True)
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(
-        self,
-        options: SaveOptions | None,
-        model: nn.Module,
-        optimizer: StreamedOptimizer,
-        schedule: LRScheduler,
-        batches: ByteBatches,
-        settings: Mapping[str, Any],
-        progress: Progress,
-    ) -> None:
-        self._options = options
-        self._model = model
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._batches = batches
-        self._settings = dict(settings)  # must be those of the run that is resumed
-        self._progress = progress
-        self._last: int | None = None  # the step that was saved last
-        self._begun: tuple[int, Path, float] | None = None  # a running save: step, folder, start time
+    _options: SaveOptions | None
+    _model: nn.Module
+    _optimizer: StreamedOptimizer
+    _schedule: LRScheduler
+    _batches: ByteBatches
+    _settings: dict[str, Any]  # must be those of the run that is resumed
+    _progress: Progress
+    _last: int | None = None  # the step that was saved last
+    _begun: tuple[int, Path, float] | None = None  # a running save: step, folder, start time
 
     def resume(self) -> int:
         """Resume from the latest checkpoint, with --resume and if there is one; returns the number of steps done."""
@@ -145,25 +135,24 @@ class Checkpoints:
             )
 
 
-def options_of(
-    save: Path | None, every: int | None, keep: int | None, ranks: Ranks, *, resume: bool, background: bool
-) -> SaveOptions | None:
-    """The options of --save, checked before anything is built."""
-    if save is None:
-        options = {"save-every": every, "keep": keep, "resume": resume, "save-in-background": background}
-        given = [name for name, value in options.items() if value]
-        if given:
-            raise ConfigError(f"--{given[0]} needs --save DIR")
+def options_of(args: argparse.Namespace, *, is_first: bool) -> SaveOptions | None:
+    """The options of --save, checked before anything is built. `is_first`: on the rank that writes."""
+    directory, background = args.save, args.save_in_background
+    if directory is None:
+        for name in ("save_every", "keep", "resume", "save_in_background"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --save DIR")
         return None
-    if background and every is None:
+    if background and args.save_every is None:
         raise ConfigError(
             "--save-in-background needs --save-every N: the save at the end has no training to overlap with"
         )
-    if not resume and has_checkpoint(save) and ranks.rank == 0:
-        raise ConfigError(
-            f"{save} has checkpoints of an earlier run\n  fix:   --resume to continue from the latest, or another DIR"
-        )
-    if ranks.rank == 0:
+    if is_first:
+        if not args.resume and has_checkpoint(directory):
+            raise ConfigError(
+                f"{directory} has checkpoints of an earlier run\n"
+                "  fix:   --resume to continue from the latest, or another DIR"
+            )
         # Fail now, not after the last step, if the directory cannot be written.
-        CheckpointDraft(save).discard()
-    return SaveOptions(save, every, keep, resume, background)
+        CheckpointDraft(directory).discard()
+    return SaveOptions(directory, args.save_every, args.keep, args.resume, background)

@@ -104,12 +104,16 @@ def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Pr
             optimizer.zero_grad()
             schedule.step()
             step = meter.measure(first + len(losses) + 1, loss, api.stats(model), interruption)
-            _check_loss(step.loss, step.step, job.lr)
+            if not math.isfinite(step.loss):
+                raise UsageError(
+                    f"the loss is {step.loss} at step {step.step}: training has diverged\n  fix:   --lr {job.lr / 10:g}"
+                )
             losses.append(step.loss)
             progress.show(step)
             checkpoints.after_step(step.step)
         checkpoints.at_end(first + len(losses))
-        after = _settled(model)
+        api.synchronize(model)
+        after = api.stats(model)
     seconds = time.perf_counter() - started
     process_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     mine = figures_of(ranks.rank, before, after, steps=len(losses), process_peak=process_peak)
@@ -200,14 +204,3 @@ def _workload(job: TrainJob) -> _Workload:
     if limit is not None and seq > limit:
         raise UsageError(f"--seq is {seq}, but {job.model} has positions for {limit}\n  fix:   --seq {limit}")
     return _Workload(config.build, lambda model, inputs, _: hugging_face.loss_of(model, inputs), seq)
-
-
-def _check_loss(loss: float, step: int, lr: float) -> None:
-    if not math.isfinite(loss):
-        raise UsageError(f"the loss is {loss} at step {step}: training has diverged\n  fix:   --lr {lr / 10:g}")
-
-
-def _settled(model: nn.Module) -> Stats:
-    """Statistics after all pending updates."""
-    api.synchronize(model)
-    return api.stats(model)

@@ -18,11 +18,10 @@ ENDURANCE_BYTES = 600 * 10**12
 RECENT_STEPS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class RankFigures:
-    """Figures of one rank. Per-step figures cover the training steps; totals include loading the model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """Per-step figures cover the training steps; totals include loading the model."""
 
-    rank: int
     state_bytes: int
     memory_budget: int
     memory_peak: int
@@ -32,6 +31,13 @@ class RankFigures:
     write_bytes_per_step: float
     read_bytes: int
     write_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures(_Figures):
+    """Figures of one rank."""
+
+    rank: int
     # Stored by this rank, and reserved for collectives and copies.
     parameter_bytes: int
     gradient_bytes: int
@@ -45,9 +51,9 @@ class RankFigures:
     exchanges: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """One run. Times and per-step figures cover the training steps; totals include loading the model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(_Figures):
+    """One run.
 
     With several ranks: states, budget and `memory_peak` are those of the first rank, drive bytes are summed, the wait
     is the mean and `process_peak` the maximum. `by_rank` has the figures of each.
@@ -60,15 +66,6 @@ class Summary:
     recent_loss: float | None  # mean of the last `RECENT_STEPS`: the loss varies between batches
     tokens_per_second: float
     seconds: float
-    state_bytes: int
-    memory_budget: int
-    memory_peak: int
-    process_peak: int  # resident set: the engine's memory, activations, Python and torch
-    wait_seconds: float
-    read_bytes_per_step: float
-    write_bytes_per_step: float
-    read_bytes: int
-    write_bytes: int
     interrupted_by: str | None
     stage: int = 3
     last_step: int = 0  # including steps before a resume
@@ -101,15 +98,8 @@ class Summary:
         return int(ENDURANCE_BYTES / self.write_bytes_per_step) if self.write_bytes_per_step else None
 
     def print_json(self) -> None:
-        derived = {
-            "ranks": self.ranks,
-            "state_ratio": self.state_ratio,
-            "step_seconds": self.step_seconds,
-            "wait_fraction": self.wait_fraction,
-            "endurance_bytes": ENDURANCE_BYTES,
-            "wear": self.wear,
-            "steps_of_endurance": self.steps_of_endurance,
-        }
+        names = ("ranks", "state_ratio", "step_seconds", "wait_fraction", "wear", "steps_of_endurance")
+        derived = {"endurance_bytes": ENDURANCE_BYTES, **{name: getattr(self, name) for name in names}}
         print(json.dumps({"event": "summary", **asdict(self), **derived}), flush=True)
 
     def print(self, console: Console) -> None:
@@ -154,13 +144,9 @@ class Summary:
         return f"{held} on this rank, {format_bytes(max(f.memory_peak for f in self.by_rank))} on the fullest"
 
     def _rank_rows(self) -> list[tuple[str, str]]:
-        kinds = {
-            "parameters": [f.parameter_bytes for f in self.by_rank],
-            "gradients": [f.gradient_bytes for f in self.by_rank],
-            "optimizer": [f.optimizer_bytes for f in self.by_rank],
-            "buckets": [f.bucket_bytes for f in self.by_rank],
-            "copies": [f.copy_bytes for f in self.by_rank],
-        }
+        names = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
+        names |= {"buckets": "bucket", "copies": "copy"}
+        kinds = {kind: [getattr(f, f"{name}_bytes") for f in self.by_rank] for kind, name in names.items()}
         rows = [
             ("ranks", f"{self.ranks}, stage {self.stage}"),
             ("on each rank", ", ".join(f"{kind} {_range(sizes)}" for kind, sizes in kinds.items() if any(sizes))),
@@ -192,26 +178,20 @@ class Summary:
 def figures_of(rank: int, before: Stats, after: Stats, *, steps: int, process_peak: int) -> RankFigures:
     """Figures of a rank from its statistics before the first step and after the last."""
     num_steps = max(steps, 1)
+    same = ("state_bytes", "memory_budget", "memory_peak", "sent_bytes")
+    stored = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "bucket_bytes", "copy_bytes")
     return RankFigures(
         rank=rank,
-        state_bytes=after.state_bytes,
-        memory_budget=after.memory_budget,
-        memory_peak=after.memory_peak,
         process_peak=process_peak,
         wait_seconds=after.waited_seconds - before.waited_seconds,
         read_bytes_per_step=(after.bytes_read - before.bytes_read) / num_steps,
         write_bytes_per_step=(after.bytes_written - before.bytes_written) / num_steps,
         read_bytes=after.bytes_read,
         write_bytes=after.bytes_written,
-        parameter_bytes=after.parameter_bytes,
-        gradient_bytes=after.gradient_bytes,
-        optimizer_bytes=after.optimizer_bytes,
-        bucket_bytes=after.bucket_bytes,
-        copy_bytes=after.copy_bytes,
         sent_bytes_per_step=_per_step(before.sent_bytes, after.sent_bytes, num_steps),
         exchanges_per_step=_per_step(before.num_exchanges, after.num_exchanges, num_steps),
-        sent_bytes=after.sent_bytes,
         exchanges=after.num_exchanges,
+        **{name: getattr(after, name) for name in (*same, *stored)},
     )
 
 
@@ -227,7 +207,8 @@ def summarize(
     interrupted_by: str | None,
 ) -> Summary:
     """Combine the figures of all ranks."""
-    steps, mine = len(losses), by_rank[0]
+    steps = len(losses)
+    summed = ("read_bytes_per_step", "write_bytes_per_step", "read_bytes", "write_bytes")
     return Summary(
         steps=steps,
         parameters=parameters,
@@ -236,15 +217,10 @@ def summarize(
         recent_loss=fmean(losses[-RECENT_STEPS:]) if losses else None,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         seconds=seconds,
-        state_bytes=mine.state_bytes,
-        memory_budget=mine.memory_budget,
-        memory_peak=mine.memory_peak,
+        **{name: getattr(by_rank[0], name) for name in ("state_bytes", "memory_budget", "memory_peak")},
         process_peak=max(figures.process_peak for figures in by_rank),
         wait_seconds=fmean(figures.wait_seconds for figures in by_rank),
-        read_bytes_per_step=sum(figures.read_bytes_per_step for figures in by_rank),
-        write_bytes_per_step=sum(figures.write_bytes_per_step for figures in by_rank),
-        read_bytes=sum(figures.read_bytes for figures in by_rank),
-        write_bytes=sum(figures.write_bytes for figures in by_rank),
+        **{name: sum(getattr(figures, name) for figures in by_rank) for name in summed},
         interrupted_by=interrupted_by,
         stage=stage,
         last_step=first_step + steps,

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_infinity.activations.arena import ActivationArena, ArenaSlot
+from zero_infinity.activations.activation_storage import ActivationSlot
+from zero_infinity.activations.arena import ActivationArena
 
 CPU = torch.device("cpu")
 
@@ -13,7 +14,7 @@ def filled(number: int, num_bytes: int) -> torch.Tensor:
     return torch.full((num_bytes,), number % 251, dtype=torch.uint8)
 
 
-def step(arena: ActivationArena, sizes: list[int]) -> list[ArenaSlot]:
+def step(arena: ActivationArena, sizes: list[int]) -> list[ActivationSlot]:
     """A forward and a backward: what was put there comes back, last first."""
     slots = [arena.put(filled(number, size)) for number, size in enumerate(sizes)]
     for number, size in reversed(list(enumerate(sizes))):
@@ -24,9 +25,9 @@ def step(arena: ActivationArena, sizes: list[int]) -> list[ArenaSlot]:
     return slots
 
 
-def is_inside(arena: ActivationArena, slot: ArenaSlot) -> bool:
+def is_inside(arena: ActivationArena, slot: ActivationSlot) -> bool:
     start = arena._memory.data_ptr()
-    return start <= slot._kept.data_ptr() < start + arena.total_bytes
+    return start <= slot.fetch().data_ptr() < start + arena.total_bytes
 
 
 def test_the_first_step_tells_the_size_and_the_rest_is_inside() -> None:
@@ -57,7 +58,7 @@ def test_it_does_not_grow_under_what_is_kept() -> None:
 def test_whatever_comes_and_goes_keeps_its_bytes(steps: list[list[tuple[int, int]]]) -> None:
     """Each step puts some, and takes or drops whichever of all that are there."""
     arena = ActivationArena(CPU)
-    there: list[tuple[int, int, ArenaSlot]] = []
+    there: list[tuple[int, int, ActivationSlot]] = []
     number = 0
     for puts in steps:
         for size, which in puts:

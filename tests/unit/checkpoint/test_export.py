@@ -9,6 +9,7 @@ from support.prepared import Prepared
 
 import zero_infinity as zi
 from zero_infinity.checkpoint.export import WeightExport, export_checkpoint
+from zero_infinity.checkpoint.manifest import PIECE_BYTES
 
 
 def test_a_checkpoint_and_a_model_give_the_same_file(prepared: Prepared, tmp_path: Path) -> None:
@@ -31,3 +32,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(zi.UsageError, match="full exists and is not empty"):
         export_checkpoint(tmp_path, tmp_path / "full")
+
+
+def test_a_tensor_of_several_pieces_is_whole(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(1000, 1300, bias=False)
+    expected = linear.weight.detach().clone()
+    assert expected.nbytes > 2 * PIECE_BYTES
+    model, optimizer = zi.prepare(linear, torch.optim.SGD(linear.parameters()), zi.Config(memory="64MiB"))
+    export_checkpoint(zi.save(tmp_path / "saved", model, optimizer), tmp_path / "a")
+    assert torch.equal(load_file(tmp_path / "a" / "model.safetensors")["weight"], expected)

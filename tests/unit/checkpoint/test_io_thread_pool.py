@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, ProgressMeter
 from zero_infinity.policy.sizes import ALIGNMENT
 from zero_infinity.storage.pages import address_of
 
@@ -34,3 +34,12 @@ def test_after_an_error_no_job_is_started() -> None:
     with IOThreadPool(0) as pool, pytest.raises(ValueError, match="third"):
         pool.run(partial(job, number) for number in range(10))
     assert done == [0, 1, 2]
+
+
+def test_bytes_are_added_up_to_the_total() -> None:
+    seen: list[tuple[int, int]] = []
+    meter = ProgressMeter(lambda done, total: seen.append((done, total)), 10)
+    for _ in range(3):
+        meter.add(4)
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+    ProgressMeter(None).add(3)

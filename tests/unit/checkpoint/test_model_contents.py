@@ -6,6 +6,7 @@ from support.prepared import Prepared
 from torch import nn
 
 import zero_infinity as zi
+from zero_infinity.checkpoint.manifest import StateEntry
 from zero_infinity.checkpoint.model_contents import contents_of, order_of
 
 
@@ -24,8 +25,8 @@ def test_every_element_is_in_one_place(prepared: Prepared) -> None:
             assert not used & places
             used |= places
     assert found == {name: known.num_elements for name, known in contents.managed.items()}
-    slots = {p: ("exp_avg",) for unit in contents.units for p in unit.parameters}
-    keys = {p.key for u in contents.units for c in contents.of_record(contents.records[u], slots) for p in c.parts}
+    states = {name: StateEntry(("exp_avg",), {}) for name in contents.managed}
+    keys = {p.key for unit in contents.units for c in contents.of_record(unit, states) for p in c.parts}
     assert keys == {("optimizer", f"exp_avg/{name}") for name in contents.managed}
 
 

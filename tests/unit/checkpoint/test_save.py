@@ -6,7 +6,7 @@ import pytest
 from support.prepared import Prepared
 
 import zero_infinity as zi
-from zero_infinity.checkpoint.find_checkpoint import has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import has_checkpoint
 from zero_infinity.checkpoint.save import CheckpointSave
 
 

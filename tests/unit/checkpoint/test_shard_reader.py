@@ -3,9 +3,8 @@ from __future__ import annotations
 import torch
 from support.prepared import Prepared
 
-from zero_infinity.checkpoint.io_thread_pool import IOThreadPool
+from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, ProgressMeter
 from zero_infinity.checkpoint.model_contents import contents_of
-from zero_infinity.checkpoint.progress import ProgressMeter
 from zero_infinity.checkpoint.shard_reader import ShardReader
 
 
@@ -18,8 +17,8 @@ def test_blocks_are_filled_and_what_has_no_source_stays(prepared: Prepared) -> N
     view.rest()
     with view.staging() as num_bytes, IOThreadPool(num_bytes) as threads, view.replacing():
         meter = ProgressMeter(lambda *moved: seen.append(moved), 1000)
-        reader = ShardReader(contents, view, threads, replaces_records=False, meter=meter)
-        reader.run([task for unit in contents.units for task in reader.of_unit(unit, sources)])
+        reader = ShardReader(contents, view, threads, meter, replaces_records=False)
+        reader.run([task for unit in contents.units for task in reader.tasks(unit, sources, {})])
     state = model.state_dict()
     assert torch.equal(state["0.weight"], torch.full((4, 4), 3.0))
     assert state["0.bias"].tolist() == [0, 1, 2, 3]

@@ -6,8 +6,48 @@ from pathlib import Path
 import pytest
 
 import zero_infinity as zi
-from zero_infinity.checkpoint.atomic_save import CheckpointDraft
-from zero_infinity.checkpoint.find_checkpoint import find, has_checkpoint
+from zero_infinity.checkpoint.checkpoint_directory import (
+    CheckpointDraft,
+    checkpoints_in,
+    find,
+    has_checkpoint,
+    lock_directory,
+    next_name,
+    prune,
+    remove_leftovers,
+)
+
+
+def make(directory: Path, name: str, *files: str) -> None:
+    (directory / name).mkdir()
+    for file in files:
+        (directory / name / file).write_text("{}")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_names_are_sorted_by_step_and_then_by_number(tmp_path: Path) -> None:
+    for name in ("step-00000010", "step-00000009-11", "step-00000009-2", "step-00000009", "other", "step-9"):
+        make(tmp_path, name, "manifest.json")
+    found = [path.name for path, _ in checkpoints_in(tmp_path)]
+    assert found == ["step-00000009", "step-00000009-2", "step-00000009-11", "step-00000010"]
+    assert next_name(tmp_path, 9) == "step-00000009-12"
+    assert next_name(tmp_path, 3) == "step-00000003"
+    assert find(tmp_path).name == "step-00000010"
+    (tmp_path / "latest").symlink_to("step-00000009")
+    assert find(tmp_path) == tmp_path / "step-00000009"
+
+
+def test_nothing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    assert not has_checkpoint(tmp_path)
+    assert not has_checkpoint(tmp_path / "nothing")
+    with pytest.raises(zi.CheckpointError, match="has no checkpoint: neither manifest.json"):
+        find(tmp_path)
+    with pytest.raises(zi.CheckpointError, match="is not a checkpoint: it does not exist\n  fix:   pass the directory"):
+        find(tmp_path / "nothing")
 
 
 def publish(directory: Path, step: int, keep: int | None = None) -> Path:
@@ -15,10 +55,6 @@ def publish(directory: Path, step: int, keep: int | None = None) -> Path:
     (aside.path / "manifest.json").write_text("{}")
     (aside.path / "model-00001-of-00001.safetensors").write_bytes(b"")
     return aside.publish(step, keep)
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 def test_latest_and_names(tmp_path: Path) -> None:
@@ -143,3 +179,27 @@ def test_an_existing_thing_under_the_name_is_not_replaced(tmp_path: Path) -> Non
     with pytest.raises(zi.TransferError, match="cannot name a checkpoint in"):
         publish(tmp_path, 1)
     assert tmp_path.joinpath("latest").is_dir()
+
+
+def test_only_checkpoints_are_pruned(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        make(tmp_path, f"step-0000000{step}", "manifest.json", "rank-00000.json")
+    make(tmp_path, "step-00000000", "manifest.json", "mine.txt")
+    prune(tmp_path, 2, "step-00000004")
+    assert names(tmp_path) == ["step-00000000", "step-00000003", "step-00000004"]
+
+
+def test_leftovers_are_removed_unless_somebody_writes_them_or_they_have_other_files(tmp_path: Path) -> None:
+    dead, alive, other = (f".saving-{letter * 16}" for letter in "abc")
+    make(tmp_path, dead, "parts-00001.json", "model-00001-of-00001.safetensors")
+    make(tmp_path, alive, "manifest.json")
+    make(tmp_path, other, "mine.txt")
+    make(tmp_path, f".removing-{'d' * 16}", "manifest.json")
+    lock = lock_directory(tmp_path / alive)
+    assert lock is not None
+    assert lock_directory(tmp_path / alive) is None
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == sorted([alive, other])
+    os.close(lock)
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == [other]
