@@ -8,7 +8,6 @@ in.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 
 from zero_infinity._torch import flops_by_operator, storage_id
 from zero_infinity.errors import ConfigError
@@ -144,52 +142,6 @@ def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
                 parent = parent.rpartition(".")[0]
             idle[parent].append(name)
     return [name for module in order for name in (module, *idle[module])]
-
-
-class Stopwatch:
-    """Times each module of a real model, from its begin to that of the next: what lies between is the first one's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.forward: defaultdict[str, float] = defaultdict(float)
-        self.backward: defaultdict[str, float] = defaultdict(float)
-        self._current: tuple[dict[str, float], str, float] | None = None
-        self._handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._starter(self.forward, name)))
-            if any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_hook(self._follower(name)))
-
-    def _starter(self, phase: dict[str, float], name: str) -> Callable[..., None]:
-        def start(*_: Any) -> None:
-            self.stop()
-            self._current = (phase, name, time.perf_counter())
-
-        return start
-
-    def _follower(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """A module's backward begins when the gradient of its output is there."""
-
-        def follow(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(self._starter(self.backward, name))
-
-        return follow
-
-    def stop(self) -> None:
-        """Nothing runs now that counts."""
-        if self._current is not None:
-            phase, name, since = self._current
-            phase[name] += time.perf_counter() - since
-            self._current = None
-
-    def take(self) -> dict[str, tuple[float, float]]:
-        """Forward and backward seconds of each module since the last time."""
-        self.stop()
-        names = {*self.forward, *self.backward}
-        seconds = {name: (self.forward[name], self.backward[name]) for name in names}
-        self.forward.clear()
-        self.backward.clear()
-        return seconds
 
 
 class _Watch:

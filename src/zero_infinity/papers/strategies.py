@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 
+from zero_infinity.papers.infinity_equations import STATE_BYTES
 from zero_infinity.planner.hardware import Hardware
-from zero_infinity.planner.infinity_equations import STATE_BYTES
 
 _PARAMETER_BYTES = 2
 _REST_BYTES = STATE_BYTES - _PARAMETER_BYTES  # gradients and optimizer states

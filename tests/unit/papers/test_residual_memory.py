@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_infinity.planner import residual_memory
+from zero_infinity.papers import residual_memory
 
 
 def test_gpt2_activations_are_about_60_gigabytes_and_8_with_checkpoints() -> None:
