@@ -19,9 +19,8 @@ from __future__ import annotations
 import time
 
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage.block import Block
+from zero_infinity.storage.block import Block, BlockStay, Residence
 from zero_infinity.storage.block_io import BlockIO
-from zero_infinity.storage.block_stay import BlockStay, Residence
 from zero_infinity.storage.buffer import Buffer
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_types import Priority

@@ -16,7 +16,7 @@ from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import CorruptionError, TransferError
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage.block_stay import Residence
+from zero_infinity.storage.block import Residence
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_engine import IOEngine
