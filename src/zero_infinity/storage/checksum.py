@@ -7,6 +7,7 @@ the fallback.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 try:
     from isal.isal_zlib import crc32 as crc32
@@ -22,7 +23,4 @@ except ImportError:
 
 def combine_all(parts: Iterable[tuple[int, int]]) -> int:
     """The CRC of strings one after the other, each given as its CRC and its number of bytes."""
-    total = 0
-    for crc, num_bytes in parts:
-        total = crc32_combine(total, crc, num_bytes)
-    return total
+    return reduce(lambda total, part: crc32_combine(total, *part), parts, 0)
