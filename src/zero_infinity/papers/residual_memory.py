@@ -1,4 +1,4 @@
-"""What training takes besides model states, and what ZeRO-R does about it (arXiv 1910.02054, sections 3.2 and 6). Pure.
+"""ZeRO-R (arXiv 1910.02054, sections 3.2 and 6): what training takes besides model states. Pure.
 
 Activations, the buffers that collectives flatten gradients into, and memory lost to fragmentation.
 """

@@ -1,4 +1,4 @@
-"""Ways to train a large model, and the largest model that each of them fits (ZeRO-Infinity, table 2 and figures 1, 6a).
+"""The largest model that each way to train fits (ZeRO-Infinity, table 2 and figures 1, 6a).
 
 Bounds by model states alone: activations, working memory and fragmentation take their part in reality. Pure.
 """

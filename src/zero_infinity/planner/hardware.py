@@ -1,4 +1,4 @@
-"""Machines as the planner sees them: nodes of equal devices over a list of memory tiers. Read from TOML profiles.
+"""Machines as the planner sees them, read from TOML profiles: nodes of equal devices over a list of tiers.
 
 Owns the format of a profile, its checks, and the profiles that come with the package. Every figure in a profile has its
 source beside it, `{ value = "32GB", source = "..." }`, because a plan is no better than its figures. An additional tier

@@ -1,4 +1,4 @@
-"""How a rank's host memory is divided in a plan: by the engine's own arithmetic (`policy/`), over a described model.
+"""How a rank's host memory is divided in a plan, by the engine's own arithmetic (`policy/`).
 
 Adds only what the engine has no need of: states that live on different tiers, and models simulated by a slice. Pure.
 """

@@ -1,4 +1,4 @@
-"""Describes any `nn.Module` to the planner: runs it once on tensors that have shapes but no memory (meta or fake).
+"""Describes any `nn.Module` to the planner by running it once on tensors without memory (meta or fake).
 
 The only file of the planner that imports torch. torch's counter counts operations and autograd's hooks count saved
 values, both for the module that is running; nothing is guessed from names. Which modules are repeated blocks is passed

@@ -1,6 +1,6 @@
-"""The links of one rank on a virtual clock, and how long a transfer takes when all ranks of the node make the same one.
+"""The links of one rank on a virtual clock: transfers and computations queue at them, first come, first served.
 
-Transfers and computations queue at a link, first come, first served. All ranks of a data-parallel job do the same thing
+All ranks of a data-parallel job do the same thing
 at the same time, so one rank is simulated, and a shared link takes the time of the bytes of all its ranks. Pure.
 """
 

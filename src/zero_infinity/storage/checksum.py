@@ -1,7 +1,7 @@
-"""CRC-32 with the polynomial of zlib, ten times as fast where the CPU has carry-less multiplication (docs/numbers.md).
+"""CRC-32 with the polynomial of zlib, by Intel's library where it is installed.
 
-Intel's library (the package isal, with wheels for x86-64 and ARM) gives the same values as zlib, only faster; zlib is
-the fallback.
+It (the package isal, with wheels for x86-64 and ARM) gives the same values as zlib, ten times as fast where the CPU has
+carry-less multiplication (docs/numbers.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Worker threads of the I/O engine: they take requests from the queue, run them on the device, report the outcome.
+"""Worker threads of the I/O engine: they take requests from the queue and run them on the device.
 
 Owns the device while workers run. The order of requests is decided by `IOQueue`.
 

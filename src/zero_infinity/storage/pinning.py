@@ -1,4 +1,4 @@
-"""Pinned host memory: registering mapped memory with an accelerator, so that copies to and from it are asynchronous.
+"""Pinned host memory: registers mapped memory with an accelerator, for asynchronous copies.
 
 Owns the calls to the accelerator's runtime. `Arena` decides what to register and when; a `BufferPool` that is given no
 `Pinning` uses pageable memory.
