@@ -29,13 +29,15 @@ from zero_infinity.errors import EngineClosedError
 from zero_infinity.storage.io_types import Direction, IOCounters, LatencyHistogram, Priority
 from zero_infinity.storage.range_index import RangeIndex
 
+_NO_MEMORY = memoryview(b"")
+
 
 @dataclass(slots=True, eq=False)
 class IOTransfer:
     """The state of one transfer, which is split into requests. Fields change only under the queue's lock."""
 
     direction: Direction
-    memory: memoryview | None  # dropped when finished, so that a ticket keeps no buffer alive
+    memory: memoryview  # an empty one when finished, so that a ticket keeps no buffer alive
     offset: int
     priority: Priority
     requests: list[tuple[int, int]]  # (offset, length), in order
@@ -234,7 +236,7 @@ class IOQueue:
 
     def _finish(self, transfer: IOTransfer, finished: list[IOTransfer]) -> None:
         transfer.finished = True
-        transfer.memory = None
+        transfer.memory = _NO_MEMORY
         transfer.blockers = []
         self._ranges.remove(transfer.offset, transfer.stop, transfer.sequence)
         del self._unfinished[transfer.sequence]
