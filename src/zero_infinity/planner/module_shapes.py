@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -137,10 +137,7 @@ def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
     idle: defaultdict[str, list[str]] = defaultdict(list)
     for name in units:
         if name not in ran:
-            parent = name.rpartition(".")[0]
-            while parent not in ran:
-                parent = parent.rpartition(".")[0]
-            idle[parent].append(name)
+            idle[_enclosing(name, ran) or ""].append(name)
     return [name for module in order for name in (module, *idle[module])]
 
 
@@ -207,13 +204,12 @@ def _own_flops(counter: FlopCounterMode, model: nn.Module) -> dict[str, float]:
     """Operations of each module without those of its children."""
     total = {key: float(sum(values.values())) for key, values in counter.get_flop_counts().items()}
     root = type(model).__name__
-    by_name = {_module_name(key, root): value for key, value in total.items() if key != _ROOT}
+    # The counter writes "GPT.blocks.0.up" for the module "blocks.0.up" of a GPT.
+    by_name = {key.removeprefix(root).lstrip("."): value for key, value in total.items() if key != _ROOT}
     own = dict(by_name)
     for name, value in by_name.items():
-        parent = name.rpartition(".")[0] if name else None
-        while parent is not None and parent not in by_name and parent:
-            parent = parent.rpartition(".")[0]
-        if parent is not None and parent in own and parent != name:
+        parent = _enclosing(name, by_name)
+        if parent is not None:
             own[parent] -= value
     return {name: max(0.0, value) for name, value in own.items()}
 
@@ -225,9 +221,13 @@ def _num_rows(module: nn.Module) -> int:
     return 0
 
 
-def _module_name(key: str, root: str) -> str:
-    """The counter writes "GPT.blocks.0.up" for the module "blocks.0.up" of a GPT."""
-    return key.removeprefix(root).lstrip(".")
+def _enclosing(name: str, among: Container[str]) -> str | None:
+    """The nearest of these modules that `name` is inside of."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in among:
+            return name
+    return None
 
 
 def _block_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_infinity.papers.strategies import Strategy, largest_model
+from zero_infinity.papers.infinity_equations import Strategy, largest_model
 from zero_infinity.planner.hardware import load
 
 
