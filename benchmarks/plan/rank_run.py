@@ -105,8 +105,8 @@ class _Rank:
     ) -> None:
         import torch
 
+        from benchmarks.plan.stopwatch import Stopwatch
         from zero_infinity.models.byte_gpt import ByteGPT
-        from zero_infinity.planner.module_shapes import Stopwatch
 
         self._configuration = configuration
         self._directory = directory

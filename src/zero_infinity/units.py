@@ -52,11 +52,8 @@ def format_bytes(num_bytes: int) -> str:
         return "-" + format_bytes(-num_bytes)
     if num_bytes < 1024:
         return f"{num_bytes:,} B"
-    for power, name in enumerate(_BINARY_NAMES[1:], 1):
-        tenths = _rounded_tenths(num_bytes, 1024**power)
-        if tenths < 10 * 1024 or name == _BINARY_NAMES[-1]:
-            break
-    return f"{tenths // 10:,}.{tenths % 10} {name}"
+    tenths, power = _in_largest_unit(num_bytes, 1024, len(_BINARY_NAMES) - 1)
+    return f"{tenths // 10:,}.{tenths % 10} {_BINARY_NAMES[power]}"
 
 
 def format_count(count: int) -> str:
@@ -65,12 +62,9 @@ def format_count(count: int) -> str:
         return "-" + format_count(-count)
     if count < 1000:
         return str(count)
-    for power, name in enumerate(_COUNT_NAMES[1:], 1):
-        tenths = _rounded_tenths(count, 1000**power)
-        if tenths < 10 * 1000 or name == _COUNT_NAMES[-1]:
-            break
-    exact = count % 1000**power == 0
-    return f"{tenths // 10:,}{name}" if exact else f"{tenths // 10:,}.{tenths % 10}{name}"
+    tenths, power = _in_largest_unit(count, 1000, len(_COUNT_NAMES) - 1)
+    decimal = "" if count % 1000**power == 0 else f".{tenths % 10}"
+    return f"{tenths // 10:,}{decimal}{_COUNT_NAMES[power]}"
 
 
 def format_rate(bytes_per_second: float) -> str:
@@ -137,9 +131,16 @@ def _unit_hint(number: str, unit: str, units: dict[str, int]) -> str:
     return f"unknown unit {unit!r}"
 
 
-def _rounded_tenths(value: int, unit: int) -> int:
-    """Return `value` in tenths of `unit`, rounded half up with integers, so that the last digit is exact."""
-    return (value * 10 + unit // 2) // unit
+def _in_largest_unit(value: int, base: int, max_power: int) -> tuple[int, int]:
+    """Return tenths of the largest unit reached, and its power of `base`.
+
+    Rounded half up with integers, so that the last digit is exact.
+    """
+    for power in range(1, max_power + 1):
+        tenths = (value * 10 + base**power // 2) // base**power
+        if tenths < 10 * base:
+            break
+    return tenths, power
 
 
 def suggest_bytes(num_bytes: int) -> str:

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 import zero_infinity as zi
 from zero_infinity.activations import offload
 from zero_infinity.api import engine_of
-from zero_infinity.planner.infinity_equations import Transformer
+from zero_infinity.papers.infinity_equations import Transformer
 
 BOTH: list[dict[str, Any]] = [
     {"checkpoint_activations": True, "offload_activations": True},

@@ -72,7 +72,7 @@ def skips_a_write_back() -> AbstractContextManager[Any]:
 
         return faulty
 
-    return replaced(BlockIO, "_submit", make)
+    return replaced(BlockIO, "submit", make)
 
 
 def _scratch(memory: memoryview) -> memoryview:
@@ -100,7 +100,7 @@ def reads_another_block() -> AbstractContextManager[Any]:
 
         return faulty
 
-    return replaced(BlockIO, "_submit", make)
+    return replaced(BlockIO, "submit", make)
 
 
 def reuses_buffers_that_are_referenced() -> AbstractContextManager[Any]:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from mounts import image, mounted
+from support.fake_device import FakeDevice, FakeFault, FakeRequest
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError, TransferError
-from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.striped_files import FileDevice

@@ -18,6 +18,7 @@ import torch
 from mounts import image, mounted
 from support import children
 from support.compare import Run, adamw, assert_identical, minimal_memory, run_plain, run_prepared, same_bits, training
+from support.fake_device import FakeRequest
 from support.faulty import FaultyDevice, break_device
 from support.models import CASES, mean_square, mlp, vectors
 from support.patience import SECONDS
@@ -30,7 +31,6 @@ import zero_infinity as zi
 from zero_infinity import api
 from zero_infinity.engine_parts import EngineParts
 from zero_infinity.policy import memory_budget
-from zero_infinity.storage.fake_device import FakeRequest
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.striped_files import FileDevice
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 
 from support.blocks import write_block
+from support.fake_device import FakeDevice, FakeFault, FakeRequest
 from support.patience import SECONDS, wait_until
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from zero_infinity.storage.fake_device import FakeRequest
+from support.fake_device import FakeRequest
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.striped_files import FileDevice
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from support.fake_device import FakeDevice, FakeRequest
 from support.patience import SECONDS, wait_until
-from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 from zero_infinity.storage.io_types import Direction, Priority
 

@@ -91,8 +91,8 @@ class ShardWriter:
         self.write_now(now.values(), values)
         later = [block for block in by_block if block not in now]
         thread_pool = self._stack.enter_context(IOThreadPool(self._lend(), with_torch=False))
-        self._store.begin_snapshot(later)
-        self._stack.callback(self._store.end_snapshot)
+        self._store.snapshot.begin(later)
+        self._stack.callback(self._store.snapshot.end)
         self._guarded = thread_pool.start(self._guarded_jobs(by_block, thread_pool))
 
     def _lend(self) -> int:
@@ -107,9 +107,9 @@ class ShardWriter:
         return num_bytes
 
     def _guarded_jobs(self, by_block: Mapping[Block, BlockContent], thread_pool: IOThreadPool) -> Iterator[Job]:
-        while (block := self._store.next_in_snapshot()) is not None:
+        while (block := self._store.snapshot.next_block()) is not None:
             jobs = list(self._block_jobs(by_block[block], thread_pool))
-            done = _Countdown(len(jobs), partial(self._store.release_from_snapshot, block))
+            done = _Countdown(len(jobs), partial(self._store.snapshot.release, block))
             for job in jobs:
                 yield partial(done.after, job)
 

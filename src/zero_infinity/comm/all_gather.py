@@ -18,9 +18,8 @@ from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.policy.partition import Span
-from zero_infinity.storage.block import Block
+from zero_infinity.storage.block import Block, BlockUse
 from zero_infinity.storage.block_store import BlockStore
-from zero_infinity.storage.block_uses import BlockUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Facts of the paper stand here as printed; where it disagrees with itself or with
 from __future__ import annotations
 
 from zero_infinity.papers.exhibit import Cell, Exhibit, Plot, PlotKind
+from zero_infinity.papers.infinity_equations import Transformer
 from zero_infinity.planner.bandwidth_model import (
     V100_PEAK,
     V100_PEAK_RANGE,
@@ -16,7 +17,6 @@ from zero_infinity.planner.bandwidth_model import (
     required_bandwidth,
 )
 from zero_infinity.planner.hardware import Hardware, load
-from zero_infinity.planner.infinity_equations import Transformer
 
 SOURCE = "ZeRO-Infinity, arXiv 2104.07857"
 _SEQ = 1024

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from zero_infinity.papers.exhibit import Cell, Exhibit, Plot, PlotKind
+from zero_infinity.papers.infinity_equations import Strategy, largest_hidden, largest_model
 from zero_infinity.papers.infinity_paper import SOURCE
 from zero_infinity.planner.hardware import load
-from zero_infinity.planner.infinity_equations import largest_hidden
-from zero_infinity.planner.strategies import Strategy, largest_model
 
 _GIB = 2**30
 _TRILLION = 1e12

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_infinity.papers.exhibit import Cell, Exhibit, Plot, PlotKind
-from zero_infinity.planner.residual_memory import (
+from zero_infinity.papers.zero_equations import (
     PartitionedActivations,
     activation_bytes,
     block_checkpoint_bytes,
     checkpointed_activation_bytes,
+    communication_elements,
     fused_buffer_bytes,
+    largest_model,
+    state_bytes,
 )
-from zero_infinity.planner.zero_equations import communication_elements, largest_model, state_bytes
 from zero_infinity.policy.zero_stage import ZeroStage
 
 _SOURCE = "ZeRO, arXiv 1910.02054"

@@ -1,4 +1,4 @@
-"""Machines as the planner sees them: nodes of equal devices over a list of memory tiers. Read from TOML profiles.
+"""Machines as the planner sees them, read from TOML profiles: nodes of equal devices over a list of tiers.
 
 Owns the format of a profile, its checks, and the profiles that come with the package. Every figure in a profile has its
 source beside it, `{ value = "32GB", source = "..." }`, because a plan is no better than its figures. An additional tier
@@ -204,13 +204,13 @@ class _Table:
         return value
 
     def count(self, name: str) -> int:
-        value = self._figure(name, self.raw(name))
+        value = self._figure(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{name} = {value!r}; accepted: an integer of at least 1")
         return value
 
     def size(self, name: str) -> int:
-        value = self._figure(name, self.raw(name))
+        value = self._figure(name)
         try:
             num_bytes = parse_bytes(value)
         except ConfigError as error:
@@ -219,25 +219,13 @@ class _Table:
             raise self.error(f"{name} is 0; accepted: a size above zero")
         return num_bytes
 
-    def rate(self, name: str, **default: float) -> float:
+    def rate(self, name: str, default: float | None = None) -> float:
         """A number of things a second."""
-        if name not in self.values and default:
-            self._asked.append(name)
-            return default["default"]
-        value = self._figure(name, self.raw(name))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise self.error(f"{name} = {value!r}; accepted: a number above zero, of bytes or operations a second")
-        return float(value)
+        return self._number(name, default, "a number above zero, of bytes or operations a second", zero=False)
 
     def seconds(self, name: str) -> float:
         """What something takes: nothing, where the profile does not say."""
-        self._asked.append(name)
-        if name not in self.values:
-            return 0.0
-        value = self._figure(name, self.values[name])
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-            raise self.error(f"{name} = {value!r}; accepted: a number of seconds, zero or more")
-        return float(value)
+        return self._number(name, 0.0, "a number of seconds, zero or more", zero=True)
 
     def flag(self, name: str) -> bool:
         value = self.raw(name, default=False)
@@ -258,7 +246,18 @@ class _Table:
                 hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(self._asked)}"
                 raise self.error(f"{name} is not known; {hint}")
 
-    def _figure(self, name: str, value: object) -> Any:
+    def _number(self, name: str, default: float | None, accepted: str, *, zero: bool) -> float:
+        if default is not None and name not in self.values:
+            self._asked.append(name)
+            return default
+        value = self._figure(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and not zero):
+            raise self.error(f"{name} = {value!r}; accepted: {accepted}")
+        return float(value)
+
+    def _figure(self, name: str) -> Any:
+        value = self.raw(name)
         if not isinstance(value, dict) or set(value) != {"value", "source"} or not isinstance(value["source"], str):
             raise self.error(f'{name} = {value!r}; accepted: {{ value = ..., source = "where the figure is from" }}')
         self.sources[self.prefix + name] = value["source"]

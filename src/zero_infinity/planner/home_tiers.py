@@ -1,5 +1,6 @@
-"""Which tier each kind of state lives on: by ZeRO-Infinity's section 7.1 (offload as little as possible), or as the
-engine does it. Pure: sizes and capacities in, tiers out.
+"""Which tier each kind of state lives on: by the paper's rule or by the engine's. Pure.
+
+The paper's (ZeRO-Infinity, section 7.1) offloads as little as possible. Sizes and capacities in, tiers out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a rank's host memory is divided in a plan: by the engine's own arithmetic (`policy/`), over a described model.
+"""How a rank's host memory is divided in a plan, by the engine's own arithmetic (`policy/`).
 
 Adds only what the engine has no need of: states that live on different tiers, and models simulated by a slice. Pure.
 """
@@ -11,7 +11,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.home_tiers import HomeTiers
 from zero_infinity.planner.model_shapes import ModelShape
-from zero_infinity.planner.workload import Workload
+from zero_infinity.planner.training_job import Workload
 from zero_infinity.policy.memory_budget import Home, MemoryDivision, SharedBuffers, UnitSize, place, shared_buffers
 from zero_infinity.policy.unit_sizes import UnitElements, copy_bytes, unit_size
 from zero_infinity.units import format_bytes

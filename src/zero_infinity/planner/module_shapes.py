@@ -1,4 +1,4 @@
-"""Describes any `nn.Module` to the planner: runs it once on tensors that have shapes but no memory (meta or fake).
+"""Describes any `nn.Module` to the planner by running it once on tensors without memory (meta or fake).
 
 The only file of the planner that imports torch. torch's counter counts operations and autograd's hooks count saved
 values, both for the module that is running; nothing is guessed from names. Which modules are repeated blocks is passed
@@ -8,16 +8,14 @@ in.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 
 from zero_infinity._torch import flops_by_operator, storage_id
 from zero_infinity.errors import ConfigError
@@ -139,57 +137,8 @@ def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
     idle: defaultdict[str, list[str]] = defaultdict(list)
     for name in units:
         if name not in ran:
-            parent = name.rpartition(".")[0]
-            while parent not in ran:
-                parent = parent.rpartition(".")[0]
-            idle[parent].append(name)
+            idle[_enclosing(name, ran) or ""].append(name)
     return [name for module in order for name in (module, *idle[module])]
-
-
-class Stopwatch:
-    """Times each module of a real model, from its begin to that of the next: what lies between is the first one's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.forward: defaultdict[str, float] = defaultdict(float)
-        self.backward: defaultdict[str, float] = defaultdict(float)
-        self._current: tuple[dict[str, float], str, float] | None = None
-        self._handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._starter(self.forward, name)))
-            if any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_hook(self._follower(name)))
-
-    def _starter(self, phase: dict[str, float], name: str) -> Callable[..., None]:
-        def start(*_: Any) -> None:
-            self.stop()
-            self._current = (phase, name, time.perf_counter())
-
-        return start
-
-    def _follower(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """A module's backward begins when the gradient of its output is there."""
-
-        def follow(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(self._starter(self.backward, name))
-
-        return follow
-
-    def stop(self) -> None:
-        """Nothing runs now that counts."""
-        if self._current is not None:
-            phase, name, since = self._current
-            phase[name] += time.perf_counter() - since
-            self._current = None
-
-    def take(self) -> dict[str, tuple[float, float]]:
-        """Forward and backward seconds of each module since the last time."""
-        self.stop()
-        names = {*self.forward, *self.backward}
-        seconds = {name: (self.forward[name], self.backward[name]) for name in names}
-        self.forward.clear()
-        self.backward.clear()
-        return seconds
 
 
 class _Watch:
@@ -255,13 +204,12 @@ def _own_flops(counter: FlopCounterMode, model: nn.Module) -> dict[str, float]:
     """Operations of each module without those of its children."""
     total = {key: float(sum(values.values())) for key, values in counter.get_flop_counts().items()}
     root = type(model).__name__
-    by_name = {_module_name(key, root): value for key, value in total.items() if key != _ROOT}
+    # The counter writes "GPT.blocks.0.up" for the module "blocks.0.up" of a GPT.
+    by_name = {key.removeprefix(root).lstrip("."): value for key, value in total.items() if key != _ROOT}
     own = dict(by_name)
     for name, value in by_name.items():
-        parent = name.rpartition(".")[0] if name else None
-        while parent is not None and parent not in by_name and parent:
-            parent = parent.rpartition(".")[0]
-        if parent is not None and parent in own and parent != name:
+        parent = _enclosing(name, by_name)
+        if parent is not None:
             own[parent] -= value
     return {name: max(0.0, value) for name, value in own.items()}
 
@@ -273,9 +221,13 @@ def _num_rows(module: nn.Module) -> int:
     return 0
 
 
-def _module_name(key: str, root: str) -> str:
-    """The counter writes "GPT.blocks.0.up" for the module "blocks.0.up" of a GPT."""
-    return key.removeprefix(root).lstrip(".")
+def _enclosing(name: str, among: Container[str]) -> str | None:
+    """The nearest of these modules that `name` is inside of."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in among:
+            return name
+    return None
 
 
 def _block_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:

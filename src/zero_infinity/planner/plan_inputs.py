@@ -14,8 +14,7 @@ from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
 from zero_infinity.planner.home_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
 from zero_infinity.planner.host_division import HostPlan, divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import ModelShape
-from zero_infinity.planner.training_job import HomeRule, TrainingJob
-from zero_infinity.planner.workload import Workload
+from zero_infinity.planner.training_job import HomeRule, TrainingJob, Workload
 from zero_infinity.policy.memory_budget import Home, MemoryDivision, UnitSize, copy_lookahead
 from zero_infinity.policy.tile_sizes import default_tile_bytes
 from zero_infinity.units import format_bytes

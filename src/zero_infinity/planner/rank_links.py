@@ -1,12 +1,50 @@
-"""The links of one rank, and how long a transfer takes when all ranks of the node make the same one."""
+"""The links of one rank on a virtual clock: transfers and computations queue at them, first come, first served.
+
+All ranks of a data-parallel job do the same thing
+at the same time, so one rank is simulated, and a shared link takes the time of the bytes of all its ranks. Pure.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from zero_infinity.planner.hardware import HardwareTier, TierKind
 from zero_infinity.planner.plan_inputs import PlanInputs
 from zero_infinity.planner.training_job import PartitionMode
-from zero_infinity.planner.virtual_link import VirtualLink
-from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category
+from zero_infinity.trace import COMPUTE, RANKS, UPDATE, Category, Trace
+
+
+@dataclass(slots=True)
+class VirtualLink:
+    """A resource that does one thing at a time."""
+
+    name: str
+    latency: float = 0.0  # seconds until the bytes arrive; does not keep the link busy
+    cpu_seconds_per_byte: float = 0.0
+    free_at: float = 0.0
+    busy_seconds: float = 0.0
+    num_bytes: int = 0  # of one rank
+    cpu_seconds: float = 0.0  # of one rank's cores
+    trace: Trace | None = field(default=None, repr=False)
+
+    def restart(self) -> None:
+        """Count busy seconds and bytes from now on."""
+        self.busy_seconds, self.num_bytes = 0.0, 0
+
+    def record(self, trace: Trace) -> None:
+        """Trace what happens from now on."""
+        self.trace = trace
+
+    def occupy(self, name: str, category: Category, ready: float, seconds: float, num_bytes: int = 0) -> float:
+        """Use the link for `seconds` once it is free, not before `ready`; returns when the transfer is done."""
+        start = max(ready, self.free_at)
+        self.free_at = start + seconds
+        self.busy_seconds += seconds
+        self.num_bytes += num_bytes
+        self.cpu_seconds += num_bytes * self.cpu_seconds_per_byte
+        if self.trace is not None and seconds:
+            self.trace.span(name, category, self.name, start, seconds, num_bytes)
+        return self.free_at + self.latency
 
 
 class RankLinks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import HardwareTier
 from zero_infinity.planner.host_division import HostPlan
-from zero_infinity.planner.virtual_link import VirtualLink
+from zero_infinity.planner.rank_links import VirtualLink
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.trace import Category
@@ -82,18 +82,16 @@ class SimulatedHost:
         if key not in self._changed:
             return now
         done = self._changed.pop(key)
-        tier, num_bytes = self._homes[key], self._sizes[key]
-        self.written_bytes += num_bytes
-        return self._transfer(key, Category.WRITE_BACK, max(now, done), tier.write, tier)
+        self.written_bytes += self._sizes[key]
+        return self._transfer(key, Category.WRITE_BACK, max(now, done), self._homes[key].write)
 
     def _fetch(self, key: int, ready: float) -> float:
         if key in self._without_content:
             return ready
-        tier = self._homes[key]
         self.read_bytes += self._sizes[key]
-        return self._transfer(key, Category.FETCH, ready, tier.read, tier)
+        return self._transfer(key, Category.FETCH, ready, self._homes[key].read)
 
-    def _transfer(self, key: int, category: Category, ready: float, rate: float, tier: HardwareTier) -> float:
-        num_bytes = self._sizes[key]
+    def _transfer(self, key: int, category: Category, ready: float, rate: float) -> float:
+        num_bytes, tier = self._sizes[key], self._homes[key]
         seconds = max(num_bytes * self._num_sharers / rate, num_bytes / tier.one_device)
         return self._links[tier].occupy(self._names[key], category, ready, seconds, num_bytes)

@@ -143,11 +143,11 @@ class Simulator:
         if self._trace is not None:
             # Two steps are traced, so that a transfer that runs into the next step is seen from its start.
             for link in self._channels.links:
-                link.trace = self._trace
+                link.record(self._trace)
             self._step()
         started = self._now
         for link in self._channels.links:
-            link.busy_seconds, link.num_bytes = 0.0, 0
+            link.restart()
         before = self._host.read_bytes, self._host.written_bytes
         self._waits.clear()
         self._engine_seconds = 0.0

@@ -153,8 +153,8 @@ def place(
     everything = sum(u.total(chunk) for u in moving)
     most = budget if activations else everything
     cache = min(budget - resident - set_aside, most)
-    _check(moving, together, budget, resident, gradients, chunk)
     least = _minimum(moving, together, chunk)
+    _check(moving, together, budget, resident, gradients, least)
     if cache < least:
         # Tight: set aside only what one unit's gradients need.
         set_aside = gradients
@@ -230,9 +230,9 @@ def _check(
     budget: int,
     resident: int,
     gradients: int,
-    chunk: int,
+    least: int,
 ) -> None:
-    minimum = resident + gradients + _minimum(moving, together, chunk)
+    minimum = resident + gradients + least
     if minimum <= budget:
         return
     largest = ("all small units", resident)  # if no unit moves there is nothing else to name

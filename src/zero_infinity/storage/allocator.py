@@ -89,10 +89,9 @@ class Arena:
                 self._insert(start, keep)
 
     def _gather(self, num_bytes: int) -> bool:
-        """Move free huge pages, from the smallest ranges first, into one range of `num_bytes`; False if there are too
-        few. Memory that is registered with an accelerator is not moved."""
+        """Move free huge pages, from the smallest ranges first, into one range; False if there are too few."""
         if self._pinning is not None or self.mapped_bytes > _MAX_MOVABLE_BYTES:
-            return False
+            return False  # registered memory cannot be moved
         runs = self._runs_of_huge_pages(num_bytes)
         if sum(len(run) for _, run in runs) * HUGE_PAGE_BYTES < num_bytes:
             return False

@@ -46,16 +46,6 @@ class BlockIO:
         """Reserve swap space for later blocks."""
         self._extents.add(self.engine.reserve(num_bytes), round_up(num_bytes))
 
-    def read(self, block: Block, memory: memoryview, priority: Priority, done: Done) -> None:
-        """Start to fill `memory` with the stored bytes of `block`."""
-        self._submit(block, Direction.READ, memory, priority, done)
-
-    def write(self, block: Block, memory: memoryview, priority: Priority, done: Done) -> None:
-        """Start to store `memory` as the bytes of `block`."""
-        if self._verify:
-            block.checksum = crc32(memory[: block.num_bytes])
-        self._submit(block, Direction.WRITE, memory, priority, done)
-
     def read_range(self, block: Block, start: int, stop: int, staging: memoryview) -> tuple[IOTicket, memoryview]:
         """Start to read bytes `start` to `stop` of `block` into `staging`; return where they will be.
 
@@ -71,8 +61,11 @@ class BlockIO:
         """Close the engine. Called without the lock: completion callbacks take it."""
         self.engine.close()
 
-    def _submit(self, block: Block, direction: Direction, memory: memoryview, priority: Priority, done: Done) -> None:
+    def submit(self, block: Block, direction: Direction, memory: memoryview, priority: Priority, done: Done) -> None:
+        """Start to fill `memory` with the stored bytes of `block`, or to store it as these."""
         offset = _offset_of(block)
+        if self._verify and direction is Direction.WRITE:
+            block.checksum = crc32(memory[: block.num_bytes])
 
         def complete(error: BaseException | None) -> None:
             if error is None and direction is Direction.READ:

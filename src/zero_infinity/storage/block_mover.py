@@ -19,12 +19,11 @@ from __future__ import annotations
 import time
 
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage.block import Block
+from zero_infinity.storage.block import Block, BlockStay, Residence
 from zero_infinity.storage.block_io import BlockIO
-from zero_infinity.storage.block_stay import BlockStay, Residence
 from zero_infinity.storage.buffer import Buffer
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.io_types import Priority
+from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.store_monitor import StoreMonitor
 from zero_infinity.trace import HOST, Trace
 
@@ -95,7 +94,7 @@ class BlockMover:
     def _write(self, block: Block, io: BlockIO) -> None:
         memory = block.present_buffer().view[: block.stored_bytes]
         block.dirty = False
-        io.write(block, memory, Priority.WRITE_BACK, self.continue_eviction)
+        io.submit(block, Direction.WRITE, memory, Priority.WRITE_BACK, self.continue_eviction)
 
     def _read_done(self, block: Block) -> None:
         block.stays[0].residence = Residence.PRESENT
@@ -119,7 +118,8 @@ class BlockMover:
             stored = block.has_content and block.home is Home.NVME
             if self._io is not None and stored and wanted and self._monitor.error is None:
                 stay.residence = Residence.READING
-                self._io.read(block, buffer.view[: block.stored_bytes], block.priority, self._read_done)
+                memory = buffer.view[: block.stored_bytes]
+                self._io.submit(block, Direction.READ, memory, block.priority, self._read_done)
                 return
             stay.residence = Residence.PRESENT
             self.continue_eviction(block)

@@ -9,10 +9,10 @@ eviction that was requested earlier and that depends only on earlier ones.
 
 The rules are each in one part:
 - `BlockMover`: what fetching and evicting does, and when an eviction takes effect.
-- `BlockUses`: the order in which workers use a block.
+- `BlockUses` (block.py): the order in which workers use a block.
 - `BlockIO`: extents on NVMe, transfers, checksums.
-- `BlockWaits` and `DeadlockDetector`: waiting, and waits that cannot end.
-- `SnapshotGuard`: blocks keep their content until a background save has copied them.
+- `BlockWaits`: waiting, and waits that cannot end.
+- `SnapshotGuard` (`store.snapshot`): blocks keep their content until a background save has copied them.
 - `BufferPool`: memory is reused only when no tensor refers to it.
 
 A block has no content until it is first marked dirty. Until then a fetch takes room and reads nothing. A block whose
@@ -21,23 +21,18 @@ home is RAM keeps its buffer from its first fetch until its content expires.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from zero_infinity.errors import EngineClosedError, UsageError
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage import deadlock
-from zero_infinity.storage.block import Block
+from zero_infinity.storage.block import Block, BlockUse, Residence, UseKind
 from zero_infinity.storage.block_io import BlockIO
 from zero_infinity.storage.block_mover import BlockMover
-from zero_infinity.storage.block_stay import Residence
-from zero_infinity.storage.block_uses import BlockUse, UseKind
 from zero_infinity.storage.block_waits import BlockWaits
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.deadlock import DeadlockDetector
 from zero_infinity.storage.heap import HeapTrimmer
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Priority
@@ -60,9 +55,8 @@ class BlockStore:
         self._monitor = StoreMonitor()
         self._io = BlockIO(engine, self._monitor, verify=verify) if engine is not None else None
         self._mover = BlockMover(pool, self._io, self._monitor, trace)
-        self._snapshot = SnapshotGuard(self._monitor)
-        self._detector = DeadlockDetector(pool, self._io, self._snapshot)
-        self._waits = BlockWaits(pool, self._monitor, self._detector)
+        self.snapshot = SnapshotGuard(self._monitor)
+        self._waits = BlockWaits(pool, self._io, self._monitor, self.snapshot)
         self._last_key = -1
 
     # ------------------------------------------------------------------ life of a block
@@ -141,7 +135,7 @@ class BlockStore:
     def ready(self, block: Block) -> bool:
         """True if `wait` would return immediately."""
         with self._monitor.lock:
-            if self._snapshot.refuses(block) or len(block.stays) != 1 or block.uses.has_changes():
+            if self.snapshot.refuses(block) or len(block.stays) != 1 or block.uses.has_changes():
                 return False
             return block.residence is Residence.PRESENT and not block.stays[0].evicting
 
@@ -209,56 +203,26 @@ class BlockStore:
         with self.changing_bytes(block) as memory:
             yield _tensor(memory)
 
-    @contextmanager
-    def changing_bytes(self, block: Block) -> Iterator[memoryview]:
+    def changing_bytes(self, block: Block) -> AbstractContextManager[memoryview]:
         """Like `changing`, without torch."""
-        with self._using(block, self._may_change) as memory:
-            yield memory
+        return self._waits.use(block, self._may_change)
 
-    @contextmanager
-    def changing_claimed(self, block: Block, use: BlockUse) -> Iterator[torch.Tensor]:
+    def changing_claimed(self, block: Block, use: BlockUse) -> AbstractContextManager[torch.Tensor]:
         """The bytes of a claimed block, to change in place when all earlier uses have ended. Ends the claim."""
-        try:
-            with self._using(block, lambda b: self._may_use(b, use)) as memory:
-                yield _tensor(memory)
-        finally:
-            with self._monitor.lock:
-                self._end(block, use, dirty=True)
+        return self._using(block, use, dirty=True)
 
-    @contextmanager
-    def reading(self, block: Block) -> Iterator[torch.Tensor]:
+    def reading(self, block: Block) -> AbstractContextManager[torch.Tensor]:
         """The bytes of a block that is held for reading, when all earlier changes have ended. Ends the hold."""
-        if block.uses.next_of(UseKind.READ) is None:
+        use = block.uses.next_of(UseKind.READ)
+        if use is None:
             raise UsageError(f"block {block.name!r} is to be read by a worker, but it was not held for one")
-        try:
-            with self._using(block, lambda b: self._may_use(b, b.uses.next_of(UseKind.READ))) as memory:
-                yield _tensor(memory)
-        finally:
-            with self._monitor.lock:
-                self._end(block, block.uses.next_of(UseKind.READ), dirty=False)
+        return self._using(block, use, dirty=False)
 
     def readable(self, block: Block) -> bool:
         """True if `reading` would not wait."""
         with self._monitor.lock:
-            return self._may_use(block, block.uses.next_of(UseKind.READ))
-
-    # ------------------------------------------------------------------ background saves
-
-    def begin_snapshot(self, blocks: Iterable[Block]) -> None:
-        """From now on nobody but `peek` reads or changes these blocks before `release_from_snapshot`."""
-        self._snapshot.begin(blocks)
-
-    def next_in_snapshot(self) -> Block | None:
-        """The block to save next: one that a thread waits for, else in the given order. Each is returned once."""
-        return self._snapshot.next_block()
-
-    def release_from_snapshot(self, block: Block) -> None:
-        """The block was saved: it may be used again."""
-        self._snapshot.release(block)
-
-    def end_snapshot(self) -> None:
-        """Release every block."""
-        self._snapshot.begin(())
+            use = block.uses.next_of(UseKind.READ)
+            return use is not None and self._may_use(block, use)
 
     # ------------------------------------------------------------------ the process's heap
 
@@ -279,12 +243,8 @@ class BlockStore:
     def close(self) -> None:
         """Fail waiting threads and release files, threads and memory. Content is lost. Idempotent."""
         self._monitor.fail(EngineClosedError("the block store is closed"))
-        with self._monitor.lock:
-            # Memory must not be unmapped while a worker uses it. Those that wait have just been told to leave.
-            others = self._detector.threads_using() - {threading.get_ident()}
-            self._monitor.lock.wait_for(
-                lambda: not others & self._detector.threads_using(), timeout=deadlock.STUCK_SECONDS
-            )
+        # Memory must not be unmapped while a worker uses it. Those that wait have just been told to leave.
+        self._waits.wait_for_users()
         if self._io is not None:
             self._io.close()
         self._heap.close()
@@ -298,14 +258,14 @@ class BlockStore:
                 raise UsageError(
                     f"block {block.name!r} is to be held, but it was not fetched\n  fix:   fetch it before holding it"
                 )
-            self._detector.begin_hold()
+            self._waits.count_holds(1)
             return block.uses.begin(kind, block.stays[-1], claimed=claimed)
 
     def _end(self, block: Block, use: BlockUse | None, *, dirty: bool) -> None:
         if use is None:
             raise UsageError(f"block {block.name!r} is released, but nobody holds it")
         block.uses.end(use)
-        self._detector.end_hold()
+        self._waits.count_holds(-1)
         if dirty:
             block.mark_changed()
         self._drop_expired(block)
@@ -317,8 +277,8 @@ class BlockStore:
         if block.uses.pop_expired():
             block.has_content = block.dirty = False
 
-    def _may_use(self, block: Block, use: BlockUse | None) -> bool:
-        if self._snapshot.refuses(block) or use is None:
+    def _may_use(self, block: Block, use: BlockUse) -> bool:
+        if self.snapshot.refuses(block):
             return False
         if block.residence is not Residence.PRESENT or block.stays[0] is not use.stay:
             return False
@@ -330,23 +290,17 @@ class BlockStore:
         if use is not None:
             return self._may_use(block, use)
         # The thread that fetches and evicts needs no hold, but comes after all uses.
-        return not self._snapshot.refuses(block) and block.is_idle and not len(block.uses)
+        return not self.snapshot.refuses(block) and block.is_idle and not len(block.uses)
 
     @contextmanager
-    def _using(self, block: Block, condition: Callable[[Block], bool]) -> Iterator[memoryview]:
-        """Wait for `condition`, then view the bytes of the block."""
-        self._waits.wait(block, condition)
-        thread = threading.get_ident()
-        with self._monitor.lock:
-            # Not a lease: the use already keeps the buffer, and a worker's view must not count as a user's tensor.
-            memory = block.present_buffer().view[: block.num_bytes]
-            self._detector.begin_use(thread)
+    def _using(self, block: Block, use: BlockUse, *, dirty: bool) -> Iterator[torch.Tensor]:
+        """The bytes of the block when `use` is due, which then ends."""
         try:
-            yield memory
+            with self._waits.use(block, lambda b: self._may_use(b, use)) as memory:
+                yield _tensor(memory)
         finally:
             with self._monitor.lock:
-                self._detector.end_use(thread)
-                self._monitor.notify()
+                self._end(block, use, dirty=dirty)
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:

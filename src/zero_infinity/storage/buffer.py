@@ -25,11 +25,9 @@ from zero_infinity.storage.pages import view_memory
 class BufferOwner(Protocol):
     """The pool, seen from a buffer."""
 
-    def add_lease(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
-        """Keep the buffer until `storage` has died."""
+    def add_lease(self, buffer: Buffer, storage: torch.UntypedStorage) -> None: ...
 
-    def take_back(self, buffer: Buffer) -> None:
-        """The buffer was released."""
+    def take_back(self, buffer: Buffer) -> None: ...
 
 
 class Lease(weakref.ref["torch.UntypedStorage"]):

@@ -1,12 +1,13 @@
-"""CRC-32 with the polynomial of zlib, ten times as fast where the CPU has carry-less multiplication (docs/numbers.md).
+"""CRC-32 with the polynomial of zlib, by Intel's library where it is installed.
 
-Intel's library (the package isal, with wheels for x86-64 and ARM) gives the same values as zlib, only faster; zlib is
-the fallback.
+It (the package isal, with wheels for x86-64 and ARM) gives the same values as zlib, ten times as fast where the CPU has
+carry-less multiplication (docs/numbers.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 try:
     from isal.isal_zlib import crc32 as crc32
@@ -22,7 +23,4 @@ except ImportError:
 
 def combine_all(parts: Iterable[tuple[int, int]]) -> int:
     """The CRC of strings one after the other, each given as its CRC and its number of bytes."""
-    total = 0
-    for crc, num_bytes in parts:
-        total = crc32_combine(total, crc, num_bytes)
-    return total
+    return reduce(lambda total, part: crc32_combine(total, *part), parts, 0)

@@ -23,11 +23,11 @@ class FreeExtents:
     def allocate(self, num_bytes: int) -> int:
         """The offset of a range of `num_bytes`, rounded up to ALIGNMENT."""
         size = round_up(num_bytes)
-        start = self._best_fit(size)
-        if start is None:
-            start = self._grow(size)
-        else:
-            self._carve(start, size)
+        fitting = [start for start in self._starts if self._sizes[start] >= size]
+        if not fitting:
+            return self._grow(size)
+        start = min(fitting, key=self._sizes.__getitem__)
+        self._carve(start, size)
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
@@ -44,10 +44,6 @@ class FreeExtents:
             return
         self._starts.insert(index, start)
         self._sizes[start] = size
-
-    def _best_fit(self, size: int) -> int | None:
-        fitting = [start for start in self._starts if self._sizes[start] >= size]
-        return min(fitting, key=self._sizes.__getitem__, default=None)
 
     def _carve(self, start: int, size: int) -> None:
         index = bisect.bisect_left(self._starts, start)

@@ -56,7 +56,7 @@ class HeapTrimmer:
         self._pool = pool  # its memory is not part of the heap
         keep_heap()
         # Kept open: it is read some hundred times per step, and opening it takes longer than that.
-        self._statm = _open_statm()
+        self._statm = os.open(_STATM, os.O_RDONLY) if os.path.exists(_STATM) else None
         self.close = weakref.finalize(self, _close, self._statm)
         self.close.atexit = False
         self._baseline = self._needed = self._resident_bytes()
@@ -83,13 +83,6 @@ class HeapTrimmer:
         except (OSError, ValueError, IndexError):
             return 0  # another thread closes the store now
         return num_pages * mmap.PAGESIZE - self._pool.mapped_bytes
-
-
-def _open_statm() -> int | None:
-    try:
-        return os.open(_STATM, os.O_RDONLY)
-    except OSError:
-        return None
 
 
 def _close(statm: int | None) -> None:

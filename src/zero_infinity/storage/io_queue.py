@@ -20,67 +20,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from queue import SimpleQueue
 from time import perf_counter
 
 from zero_infinity.errors import EngineClosedError
-from zero_infinity.storage.io_types import Direction, IOCounters, Priority
-from zero_infinity.storage.latency import LatencyHistogram
+from zero_infinity.storage.io_types import Direction, IOCounters, LatencyHistogram, Priority
 from zero_infinity.storage.range_index import RangeIndex
 
+_NO_MEMORY = memoryview(b"")
 
+
+@dataclass(slots=True, eq=False)
 class IOTransfer:
     """The state of one transfer, which is split into requests. Fields change only under the queue's lock."""
 
-    __slots__ = (
-        "blockers",
-        "callbacks",
-        "completed",
-        "dependents",
-        "direction",
-        "error",
-        "event",
-        "finished",
-        "in_flight",
-        "memory",
-        "name",
-        "next_request",
-        "num_blockers",
-        "offset",
-        "priority",
-        "requests",
-        "sequence",
-        "stop",
-    )
+    direction: Direction
+    memory: memoryview  # an empty one when finished, so that a ticket keeps no buffer alive
+    offset: int
+    priority: Priority
+    requests: list[tuple[int, int]]  # (offset, length), in order
+    name: str = ""  # for the trace
+    stop: int = field(init=False)
+    next_request: int = 0
+    in_flight: int = 0
+    sequence: int = 0
+    blockers: list[IOTransfer] = field(default_factory=list)
+    num_blockers: int = 0
+    dependents: list[IOTransfer] = field(default_factory=list)
+    error: BaseException | None = None
+    finished: bool = False  # none of its requests is or will be at the device
+    completed: bool = False  # finished, and its callbacks have run: what waiters wait for
+    callbacks: list[Callable[[BaseException | None], None]] = field(default_factory=list)
+    event: threading.Event | None = None  # created by the first waiter
 
-    def __init__(
-        self,
-        direction: Direction,
-        memory: memoryview,
-        offset: int,
-        priority: Priority,
-        requests: list[tuple[int, int]],
-        name: str = "",
-    ) -> None:
-        self.name = name  # for the trace
-        self.direction = direction
-        self.memory: memoryview | None = memory  # dropped when finished, so that a ticket keeps no buffer alive
-        self.offset = offset
-        self.stop = offset + len(memory)
-        self.priority = priority
-        self.requests = requests  # (offset, length), in order
-        self.next_request = 0
-        self.in_flight = 0
-        self.sequence = 0
-        self.blockers: list[IOTransfer] = []
-        self.num_blockers = 0
-        self.dependents: list[IOTransfer] = []
-        self.error: BaseException | None = None
-        self.finished = False  # none of its requests is or will be at the device
-        self.completed = False  # finished, and its callbacks have run: what waiters wait for
-        self.callbacks: list[Callable[[BaseException | None], None]] = []
-        self.event: threading.Event | None = None  # created by the first waiter
+    def __post_init__(self) -> None:
+        self.stop = self.offset + sum(length for _, length in self.requests)
 
 
 class IOQueue:
@@ -260,7 +236,7 @@ class IOQueue:
 
     def _finish(self, transfer: IOTransfer, finished: list[IOTransfer]) -> None:
         transfer.finished = True
-        transfer.memory = None
+        transfer.memory = _NO_MEMORY
         transfer.blockers = []
         self._ranges.remove(transfer.offset, transfer.stop, transfer.sequence)
         del self._unfinished[transfer.sequence]

@@ -59,19 +59,12 @@ def measure(engine: IOEngine, memory: memoryview, workload: IOWorkload, request_
         ticket.wait()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     counters = engine.counters()
-    latencies = [
-        latency
-        for latency, num_requests in (
-            (counters.read_latency, counters.read_requests),
-            (counters.write_latency, counters.write_requests),
-        )
-        if num_requests
-    ]
+    reads, writes = counters.read_latency, counters.write_latency  # zeros where there were none
     return IOSpeed(
         bytes_per_second=len(tickets) * request_bytes / wall,
         cores=cpu / wall,
-        p50_seconds=max(latency.p50 for latency in latencies),
-        p99_seconds=max(latency.p99 for latency in latencies),
+        p50_seconds=max(reads.p50, writes.p50),
+        p99_seconds=max(reads.p99, writes.p99),
     )
 
 

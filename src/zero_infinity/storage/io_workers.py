@@ -1,4 +1,4 @@
-"""Worker threads of the I/O engine: they take requests from the queue, run them on the device, report the outcome.
+"""Worker threads of the I/O engine: they take requests from the queue and run them on the device.
 
 Owns the device while workers run. The order of requests is decided by `IOQueue`.
 
@@ -123,23 +123,17 @@ class IOWorkers:
 
     def _try_move(self, transfer: IOTransfer, index: int) -> BaseException | None:
         offset, length = transfer.requests[index]
+        start = offset - transfer.offset
         try:
             # Released before the completion is reported. No local but `part` refers to the memory: the traceback of
             # an error keeps this frame alive, and the engine keeps the error.
-            with _part(transfer, offset, length) as part:
+            with transfer.memory[start : start + length] as part:
                 _move(self._device, transfer.direction, part, offset)
         except OSError as error:
             return _transfer_error(self._device, transfer.direction, offset, length, error)
         except BaseException as error:  # noqa: BLE001 - a bug in a device must reach the waiter, not end the worker
             return error
         return None
-
-
-def _part(transfer: IOTransfer, offset: int, length: int) -> memoryview:
-    if transfer.memory is None:
-        raise RuntimeError("internal error: a request of a finished transfer was taken from the queue")
-    start = offset - transfer.offset
-    return transfer.memory[start : start + length]
 
 
 def _move(device: SwapDevice, direction: Direction, memory: memoryview, offset: int) -> None:

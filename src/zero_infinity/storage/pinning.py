@@ -1,4 +1,4 @@
-"""Pinned host memory, for asynchronous copies to and from an accelerator; the engine does not use it yet.
+"""Pinned host memory: registers mapped memory with an accelerator, for asynchronous copies.
 
 Owns the calls to the accelerator's runtime that register mapped memory. `Arena` decides what to register and when; a
 `BufferPool` that is given no `Pinning`, as those of the engine, uses pageable memory.

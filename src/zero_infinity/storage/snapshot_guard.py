@@ -49,6 +49,10 @@ class SnapshotGuard:
             self._guarded.pop(block, None)
             self._monitor.notify()
 
+    def end(self) -> None:
+        """Release every block."""
+        self.begin(())
+
     def refuses(self, block: Block) -> bool:
         """True if `block` may not be used yet; then it is saved next. The lock is held."""
         if block in self._not_begun:

@@ -32,7 +32,7 @@ class FileDevice:
         if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
             raise ConfigError(f"stripe_bytes must be a positive multiple of {ALIGNMENT}, not {stripe_bytes}")
         self._stripe_bytes = stripe_bytes
-        self._capacity = 0
+        self.capacity = 0
         self._files: list[SwapFile] = []
         try:
             for directory in directories:
@@ -40,15 +40,7 @@ class FileDevice:
         except BaseException:  # also a RuntimeWarning that a warning filter turns into an error
             self.close()
             raise
-        self._alignment = ALIGNMENT if any(file.direct for file in self._files) else 1
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def alignment(self) -> int:
-        return self._alignment
+        self.alignment = ALIGNMENT if any(file.direct for file in self._files) else 1
 
     @property
     def direct(self) -> bool:
@@ -61,7 +53,7 @@ class FileDevice:
         return tuple(file.descriptor for file in self._files)
 
     def extend(self, num_bytes: int) -> None:
-        capacity = self._capacity + num_bytes
+        capacity = self.capacity + num_bytes
         grown: list[tuple[SwapFile, int]] = []
         try:
             for index, file in enumerate(self._files):
@@ -73,7 +65,7 @@ class FileDevice:
             for file, size in grown:
                 file.cut(size)
             raise
-        self._capacity = capacity
+        self.capacity = capacity
 
     def read(self, memory: memoryview, offset: int) -> int:
         file, file_offset = self._locate(offset)

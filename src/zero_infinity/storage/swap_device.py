@@ -4,7 +4,7 @@ A device is a linear address space with synchronous positional transfers, like a
 called from several worker threads at once. It does not know about priorities, order or tickets: the I/O queue
 guarantees that conflicting requests for the same bytes never run at the same time.
 
-Implementations: `FileDevice` (striped_files), `ThrottledDevice`, `FakeDevice`.
+Implementations: `FileDevice` (striped_files); benchmarks have a throttled one, tests a fake one.
 """
 
 from __future__ import annotations

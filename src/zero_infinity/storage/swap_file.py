@@ -47,21 +47,16 @@ class SwapFile:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
-        self._size = 0
+        self.size = 0  # bytes reserved
         self._reserves = True
         try:
-            self._fd = _open_unnamed(self.directory)
+            self.descriptor, self.direct = _open(self.directory)
         except OSError as error:
             raise _refusal(self.directory, error) from error
         # The descriptor must not leak without an explicit close (a failed start, a test). Not at exit: the kernel then
         # closes it, and a worker may be in the middle of a transfer.
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
-        self._finalizer.atexit = False
-        try:
-            self.direct = _enable_direct(self._fd)
-        except OSError as error:
-            self.close()
-            raise _refusal(self.directory, error) from error
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self.close.atexit = False
         if not self.direct:
             warnings.warn(
                 f"nvme={self.directory!r}: this file system has no direct I/O (O_DIRECT), so swap goes through the "
@@ -70,55 +65,48 @@ class SwapFile:
                 stacklevel=3,
             )
 
-    @property
-    def size(self) -> int:
-        """Bytes reserved."""
-        return self._size
-
-    @property
-    def descriptor(self) -> int:
-        return self._fd
-
     def free_bytes(self) -> int:
         """Free bytes of the file system for an unprivileged user."""
-        status = os.fstatvfs(self._fd)
+        status = os.fstatvfs(self.descriptor)
         return status.f_bavail * status.f_frsize
 
     def grow(self, size: int) -> None:
         """Grow to `size` with all space reserved, or raise `SwapSpaceError` and keep the old size."""
         free = self.free_bytes()
         try:
-            if not self._reserves or not fallocate(self._fd, self._size, size - self._size):
+            if not self._reserves or not fallocate(self.descriptor, self.size, size - self.size):
                 self._grow_unreserved(size, free)
         except OSError as error:
-            self.cut(self._size)
-            raise _no_room(self.directory, size - self._size, free, error) from error
-        self._size = size
+            self.cut(self.size)
+            message = (
+                f"nvme={self.directory!r}: {format_bytes(size - self.size)} of swap space is needed, "
+                f"{format_bytes(free)} is free ({error.strerror})\n"
+                "  fix:   free some space there, or give a directory on a larger drive"
+            )
+            raise SwapSpaceError(error.errno, message, self.directory) from error
+        self.size = size
 
     def cut(self, size: int) -> None:
         """Shrink to `size`."""
-        os.ftruncate(self._fd, size)
-        self._size = size
+        os.ftruncate(self.descriptor, size)
+        self.size = size
 
     def read(self, memory: memoryview, offset: int) -> int:
-        num_bytes = os.preadv(self._fd, (memory,), offset)
-        if not self.direct:
-            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        return num_bytes
+        return self._uncached(offset, os.preadv(self.descriptor, (memory,), offset))
 
     def write(self, memory: memoryview, offset: int) -> int:
-        num_bytes = os.pwritev(self._fd, (memory,), offset)
-        if not self.direct:
-            os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        return num_bytes
+        return self._uncached(offset, os.pwritev(self.descriptor, (memory,), offset))
 
-    def close(self) -> None:
-        self._finalizer()
+    def _uncached(self, offset: int, num_bytes: int) -> int:
+        """Drop what was transferred from the page cache, where it went there."""
+        if not self.direct:
+            os.posix_fadvise(self.descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        return num_bytes
 
     def _grow_unreserved(self, size: int, free: int) -> None:
         """Without fallocate: a sparse file, if there is enough free space now."""
         # File systems that report no blocks at all (ramfs, some network ones) do not report free space either.
-        if size - self._size > free and os.fstatvfs(self._fd).f_blocks:
+        if size - self.size > free and os.fstatvfs(self.descriptor).f_blocks:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self._reserves:
             self._reserves = False
@@ -128,7 +116,17 @@ class SwapFile:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        os.ftruncate(self._fd, size)
+        os.ftruncate(self.descriptor, size)
+
+
+def _open(directory: str) -> tuple[int, bool]:
+    """The descriptor of a new file, and whether it does direct I/O."""
+    descriptor = _open_unnamed(directory)
+    try:
+        return descriptor, _enable_direct(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _open_unnamed(directory: str) -> int:
@@ -183,14 +181,6 @@ def fallocate(descriptor: int, offset: int, num_bytes: int) -> bool:
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     return True
-
-
-def _no_room(directory: str, needed: int, free: int, error: OSError) -> SwapSpaceError:
-    message = (
-        f"nvme={directory!r}: {format_bytes(needed)} of swap space is needed, {format_bytes(free)} is free"
-        f" ({error.strerror})\n  fix:   free some space there, or give a directory on a larger drive"
-    )
-    return SwapSpaceError(error.errno, message, directory)
 
 
 def _refusal(directory: str, error: OSError) -> SwapSpaceError:

@@ -133,7 +133,8 @@ class Copier:
         self._changed = threading.Condition(threading.Lock())
         self._num_pending = 0
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._under_way: deque[tuple[Transfer, ExitStack]] = deque()  # oldest first, with what keeps its source
+        # Oldest first: the block it reads, and what keeps that in memory.
+        self._under_way: deque[tuple[Transfer, Block, ExitStack]] = deque()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
         self._thread.start()
 
@@ -208,8 +209,8 @@ class Copier:
 
     def _finish_oldest(self) -> None:
         """Wait until the device has read the oldest source, and release it."""
-        transfer, source = self._under_way.popleft()
-        with source:
+        transfer, _, reading = self._under_way.popleft()
+        with reading:
             transfer.wait()
 
     def _make(self, task: _Task) -> None:
@@ -222,8 +223,7 @@ class Copier:
 
     def _copy(self, copy: DeviceCopy) -> None:
         source, block = copy.source, copy.source.the_block()
-        # A block that is not there yet may need the room that sources of earlier copies take.
-        while self._under_way and (len(self._under_way) >= _MAX_UNDER_WAY or not self._store.readable(block)):
+        while self._under_way and self._must_finish_before(block):
             self._finish_oldest()
         if not copy.is_dropped:
             copy.memory = self.device.allocate(_num_bytes(source))
@@ -233,7 +233,15 @@ class Copier:
                 transfer = self._upload(source, memory.view(source.dtype), copy.flat())
                 copy.made(transfer)
                 if not transfer.is_done:
-                    self._under_way.append((transfer, reading.pop_all()))
+                    self._under_way.append((transfer, block, reading.pop_all()))
+
+    def _must_finish_before(self, block: Block) -> bool:
+        """True if a copy has to be done before this block is read: one at a time reads a block.
+
+        A block that is not there yet may need the room that the sources of earlier copies take.
+        """
+        is_read = any(block is other for _, other, _ in self._under_way)
+        return is_read or len(self._under_way) >= _MAX_UNDER_WAY or not self._store.readable(block)
 
     def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
         start = time.perf_counter()

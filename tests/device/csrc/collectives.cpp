@@ -229,8 +229,12 @@ class LagBackend final : public c10d::Backend {
       }
       std::vector<Tensor> sent{from[at]};
       std::vector<Tensor> received{into[at]};
-      works.push_back(gloo_->send(sent, static_cast<int>(at), 0));
-      works.push_back(gloo_->recv(received, static_cast<int>(at), 0));
+      if (from[at].numel() > 0) {
+        works.push_back(gloo_->send(sent, static_cast<int>(at), 0));
+      }
+      if (into[at].numel() > 0) {
+        works.push_back(gloo_->recv(received, static_cast<int>(at), 0));
+      }
     }
     for (auto& work : works) {
       work->wait();

@@ -558,6 +558,20 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double probabilit
   return {input.mul(mask).mul(scale), mask};
 }
 
+void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  kernel(op, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  auto gradient = (*stack)[stack->size() - 10].toTensor();
+  auto needs_bias = stack->back().toBoolList()[2];
+  IValue bias_sizes = needs_bias ? IValue(std::vector<int64_t>{gradient.size(1)}) : IValue();
+  stack->insert(stack->end() - 7, bias_sizes);
+  kernel(op, stack);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
@@ -577,6 +591,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
 } // namespace

@@ -11,8 +11,7 @@ from zero_infinity.planner.hardware import Hardware, load
 from zero_infinity.planner.home_tiers import HomeTiers
 from zero_infinity.planner.host_division import divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import transformer
-from zero_infinity.planner.training_job import SINGLE, TrainingJob
-from zero_infinity.planner.workload import Workload
+from zero_infinity.planner.training_job import SINGLE, TrainingJob, Workload
 from zero_infinity.policy.memory_budget import Home, SharedBuffers, place
 
 MIB = 2**20

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zero_infinity.errors import ConfigError
-from zero_infinity.planner.infinity_equations import Transformer
+from zero_infinity.papers.infinity_equations import Transformer
 from zero_infinity.planner.model_shapes import known, known_names, transformer
 
 

@@ -5,8 +5,8 @@ import pytest
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import HardwareTier, TierKind
 from zero_infinity.planner.host_division import HostPlan
+from zero_infinity.planner.rank_links import VirtualLink
 from zero_infinity.planner.simulated_host import SimulatedHost
-from zero_infinity.planner.virtual_link import VirtualLink
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers
 from zero_infinity.policy.sizes import ALIGNMENT
 

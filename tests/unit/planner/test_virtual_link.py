@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zero_infinity.planner.virtual_link import VirtualLink
+from zero_infinity.planner.rank_links import VirtualLink
 from zero_infinity.trace import Category, Trace
 
 

@@ -7,8 +7,7 @@ import pytest
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner.hardware import load
 from zero_infinity.planner.model_shapes import transformer
-from zero_infinity.planner.training_job import MIXED, TrainingJob
-from zero_infinity.planner.workload import Workload
+from zero_infinity.planner.training_job import MIXED, TrainingJob, Workload
 
 MODEL = transformer(4, 512, 8, 128)
 

@@ -9,7 +9,7 @@ from support.block_bench import PAGE, BlockBench
 
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage.block_stay import Residence
+from zero_infinity.storage.block import BlockStay, Residence
 
 
 def test_a_block_is_shown_with_its_stays(bench: Callable[..., BlockBench]) -> None:
@@ -46,3 +46,9 @@ def test_residence_idleness_and_leases_follow_the_current_stay(bench: Callable[.
     assert block.present_buffer().view[0] == 1
     del lease
     assert not block.leased
+
+
+def test_a_stay_begins_queued_unused_and_without_memory() -> None:
+    stay = BlockStay()
+    assert stay.residence is Residence.QUEUED
+    assert (stay.buffer, stay.request, stay.num_uses, stay.evicting) == (None, None, 0, False)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from support.block_bench import PAGE, BlockBench, filled, in_thread, numbered, room
 from support.blocks import flush_blocks, read_block, write_block
+from support.fake_device import FakeFault
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import CorruptionError, TransferError
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage.block_stay import Residence
+from zero_infinity.storage.block import Residence
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.fake_device import FakeFault
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.striped_files import FileDevice

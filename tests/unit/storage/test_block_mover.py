@@ -9,8 +9,7 @@ from support.block_bench import PAGE, BlockBench, filled, in_thread
 from support.blocks import flush_blocks, read_block, write_block
 from support.patience import SECONDS, wait_until
 
-from zero_infinity.storage.block import Block
-from zero_infinity.storage.block_stay import BlockStay, Residence
+from zero_infinity.storage.block import Block, BlockStay, Residence
 from zero_infinity.storage.io_types import Direction, Priority
 
 

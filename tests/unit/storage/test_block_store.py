@@ -12,7 +12,7 @@ from support.patience import SECONDS
 
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.memory_budget import Home
-from zero_infinity.storage.block_stay import Residence
+from zero_infinity.storage.block import Residence
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 

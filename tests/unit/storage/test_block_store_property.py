@@ -16,17 +16,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.blocks import flush_blocks, read_block, write_block
+from support.fake_device import FakeDevice, FakeRequest
 from support.patience import SECONDS
 
+from benchmarks.throttled_device import ThrottledDevice
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.swap_device import SwapDevice
-from zero_infinity.storage.throttled_device import ThrottledDevice
 
 PAGE = 4096
 

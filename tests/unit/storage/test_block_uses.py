@@ -11,8 +11,7 @@ from support.blocks import read_block, write_block
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import UsageError
-from zero_infinity.storage.block_stay import BlockStay, Residence
-from zero_infinity.storage.block_uses import BlockUses, UseKind
+from zero_infinity.storage.block import BlockStay, BlockUses, Residence, UseKind
 
 CHANGE, READ = UseKind.CHANGE, UseKind.READ
 

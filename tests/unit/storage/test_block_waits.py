@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -79,3 +80,25 @@ def test_closing_while_io_is_in_flight(bench: Callable[..., BlockBench]) -> None
         thread.join(SECONDS)
         assert isinstance(results[0], EngineClosedError)
     assert b.pool.held_bytes == 0
+
+
+def test_closing_waits_for_a_worker_that_uses_a_block(bench: Callable[..., BlockBench]) -> None:
+    b = bench(1)
+    block = b.fetched("a")
+    inside, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with b.store.changing(block) as memory:
+            inside.set()
+            leave.wait(SECONDS)
+            memory.fill_(2)  # its memory is still there
+
+    worker, _ = in_thread(work)
+    assert inside.wait(SECONDS)
+    closer, closed = in_thread(b.store.close)
+    time.sleep(0.05)
+    assert closed == []
+    leave.set()
+    for thread in (worker, closer):
+        thread.join(SECONDS)
+    assert closed == [None]

@@ -12,13 +12,13 @@ from support.blocks import read_block
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.storage import block_waits, deadlock
+from zero_infinity.storage import block_waits
 
 
 def test_room_that_nothing_can_free_is_an_error_that_names_the_holders(
     bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlock, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(block_waits, "STUCK_SECONDS", 0.05)
     b = bench(3)
     b.fetched("the large one", pages=2)
     leased = read_block(b.store, b.block("the leased one", 1))
@@ -37,7 +37,7 @@ def test_a_worker_that_waits_while_it_uses_a_block_is_told_too(
     bench: Callable[..., BlockBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds what it waits for, and is inside `changing` of something else: neither will free anything."""
-    monkeypatch.setattr(deadlock, "STUCK_WHILE_HELD_SECONDS", 0.05)
+    monkeypatch.setattr(block_waits, "STUCK_WHILE_HELD_SECONDS", 0.05)
     b = bench(1)
     first, second = b.fetched("a"), b.block("b")
     b.store.hold(first)
@@ -89,7 +89,7 @@ def test_a_worker_that_computes_is_waited_for(
         b.store.unhold(first, dirty=True)
 
     thread, _ = in_thread(work)
-    wait_until(lambda: bool(b.store._detector.threads_using()) or not first.stays)
+    wait_until(lambda: any(b.store._waits._using.values()) or not first.stays)
     b.store.wait(second)
     thread.join(SECONDS)
 
@@ -102,7 +102,7 @@ def test_a_wait_for_room_is_not_stuck_during_a_snapshot(
     made = bench(2)
     store = made.store
     third, first, second = made.block("third", 3), made.fetched("first", 1), made.fetched("second", 2)
-    store.begin_snapshot([second])
+    store.snapshot.begin([second])
     for block in (first, second):
         store.hold(block)
 
@@ -116,7 +116,7 @@ def test_a_wait_for_room_is_not_stuck_during_a_snapshot(
     thread.start()
     store.evict(first)
     store.fetch(third)
-    releasing, _ = in_thread(lambda: (clock.run_past_patience(), store.release_from_snapshot(second)))
+    releasing, _ = in_thread(lambda: (clock.run_past_patience(), store.snapshot.release(second)))
     store.wait(third)
     releasing.join(SECONDS)
     thread.join(SECONDS)
@@ -124,22 +124,20 @@ def test_a_wait_for_room_is_not_stuck_during_a_snapshot(
 
 def test_a_queued_block_is_stuck_only_while_nothing_can_free_room(bench: Callable[..., BlockBench]) -> None:
     b = bench(1)
-    detector, busy, idle = b.store._detector, 1, 2
+    waits, busy, idle = b.store._waits, 1, 2
     b.fetched("holder")
     queued = b.block("queued")
-    assert not detector.is_stuck(queued)  # it does not wait for room
+    assert not waits._is_stuck(queued)  # it does not wait for room
     b.store.fetch(queued)
-    assert detector.is_stuck(queued)
-    detector.begin_use(busy)
-    detector.begin_wait(idle)
-    assert not detector.is_stuck(queued)  # a thread works
-    detector.begin_wait(busy)
-    assert detector.is_stuck(queued)  # it waits too
-    detector.end_wait(busy)
-    detector.end_use(busy)
-    assert detector.is_stuck(queued)
-    assert detector.patience_seconds == deadlock.STUCK_SECONDS
-    detector.begin_hold()
-    assert detector.patience_seconds == deadlock.STUCK_WHILE_HELD_SECONDS
-    detector.end_hold()
-    detector.end_wait(idle)
+    assert waits._is_stuck(queued)
+    waits._using[busy] += 1
+    waits._waiting[idle] += 1
+    assert not waits._is_stuck(queued)  # a thread works
+    waits._waiting[busy] += 1
+    assert waits._is_stuck(queued)  # it waits too
+    waits._waiting[busy] -= 1
+    waits._using[busy] -= 1
+    assert waits._is_stuck(queued)
+    assert waits._patience == block_waits.STUCK_SECONDS
+    waits.count_holds(1)
+    assert waits._patience == block_waits.STUCK_WHILE_HELD_SECONDS

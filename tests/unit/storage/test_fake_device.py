@@ -6,9 +6,9 @@ import errno
 import time
 
 import pytest
+from support.fake_device import FakeDevice, FakeFault, FakeRequest
 
 from zero_infinity.errors import SwapSpaceError
-from zero_infinity.storage.fake_device import FakeDevice, FakeFault, FakeRequest
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.swap_device import UNLIMITED, SwapDevice
 

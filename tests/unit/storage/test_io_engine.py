@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_device import FakeDevice
 from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, WRITE, WRITE_BACK, IOBench
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import ConfigError, EngineClosedError, SwapSpaceError, UsageError
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.fake_device import FakeDevice
 from zero_infinity.storage.io_engine import IOEngine
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.fake_device import FakeDevice
 from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, WRITE, WRITE_BACK, IOBench
 from support.patience import SECONDS, wait_until
 
-from zero_infinity.storage.fake_device import FakeDevice
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 from zero_infinity.storage.io_types import Priority
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.fake_device import FakeDevice
 
-from zero_infinity.storage.fake_device import FakeDevice
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_speed import IOWorkload, measure, scratch_memory
 from zero_infinity.storage.io_types import Direction

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.fake_device import FakeDevice, FakeRequest
 from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, WRITE, WRITE_BACK, IOBench
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError, UsageError
-from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 
 

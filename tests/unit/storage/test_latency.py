@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_infinity.storage.latency import LatencyHistogram
+from zero_infinity.storage.io_types import LatencyHistogram
 
 
 @given(st.lists(st.floats(2e-6, 3000.0), min_size=1, max_size=200))

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.blocks import read_block
+from support.fake_device import FakeDevice, FakeRequest
 from support.patience import SECONDS
 
 from zero_infinity.policy.memory_budget import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
-from zero_infinity.storage.fake_device import FakeDevice, FakeRequest
 from zero_infinity.storage.io_engine import IOEngine
 
 PAGE = 4096

@@ -10,7 +10,7 @@ from support.block_bench import PAGE, BlockBench, filled, room
 from support.blocks import write_block
 from support.patience import SECONDS, wait_until
 
-from zero_infinity.storage.block_stay import Residence
+from zero_infinity.storage.block import Residence
 from zero_infinity.storage.snapshot_guard import SnapshotGuard
 from zero_infinity.storage.store_monitor import StoreMonitor
 
@@ -19,7 +19,7 @@ from zero_infinity.storage.store_monitor import StoreMonitor
 def test_nobody_uses_a_guarded_block_before_it_is_released(use: str, bench: Callable[..., BlockBench]) -> None:
     made = bench(4)
     store, block = made.store, made.fetched("a", 1)
-    store.begin_snapshot([block])
+    store.snapshot.begin([block])
     done = threading.Event()
 
     def worker() -> None:
@@ -48,7 +48,7 @@ def test_nobody_uses_a_guarded_block_before_it_is_released(use: str, bench: Call
     assert not store.ready(block)
     assert not store.changeable(block)
     assert bytes(store.peek(block, 0, PAGE, room(3 * PAGE))) == bytes([1]) * PAGE
-    store.release_from_snapshot(block)
+    store.snapshot.release(block)
     thread.join(SECONDS)
     assert done.is_set()
 
@@ -58,7 +58,7 @@ def test_guarded_blocks_move_and_are_seen_wherever_they_are(bench: Callable[...,
     store = made.store
     dirty, other = made.block("dirty"), made.block("other", 5)
     write_block(store, dirty, filled(3))  # newer than its home
-    store.begin_snapshot([dirty, other])
+    store.snapshot.begin([dirty, other])
     assert bytes(store.peek(dirty, 0, PAGE, room(3 * PAGE))) == bytes([3]) * PAGE
     store.evict(dirty)
     wait_until(lambda: not dirty.stays)
@@ -74,13 +74,13 @@ def test_what_somebody_waits_for_is_saved_first(bench: Callable[..., BlockBench]
     made = bench(8)
     store = made.store
     several = [made.fetched(name, 1) for name in "abcd"]
-    store.begin_snapshot(several)
-    assert store.next_in_snapshot() is several[0]
+    store.snapshot.begin(several)
+    assert store.snapshot.next_block() is several[0]
     assert not store.ready(several[2])
     assert not store.changeable(several[3])
     assert not store.ready(several[0])  # it was given already
-    assert [store.next_in_snapshot() for _ in range(4)] == [several[2], several[3], several[1], None]
-    store.end_snapshot()
+    assert [store.snapshot.next_block() for _ in range(4)] == [several[2], several[3], several[1], None]
+    store.snapshot.end()
     assert all(store.ready(block) for block in several)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fake_device import FakeDevice
 from support.swap import aligned, round_trip
 
+from benchmarks.throttled_device import ThrottledDevice
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.fake_device import FakeDevice
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.swap_device import SwapDevice
-from zero_infinity.storage.throttled_device import ThrottledDevice
 
 DEVICES: dict[str, Callable[[Path], SwapDevice]] = {
     "fake": lambda _: FakeDevice(),

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from zero_infinity.papers.infinity_equations import Strategy, largest_model
 from zero_infinity.planner.hardware import load
-from zero_infinity.planner.strategies import Strategy, largest_model
 
 
 def test_each_strategy_fits_more_than_the_one_before() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+from support.fake_device import FakeDevice
 
+from benchmarks.throttled_device import ThrottledDevice
 from zero_infinity.errors import ConfigError
-from zero_infinity.storage.fake_device import FakeDevice
 from zero_infinity.storage.io_engine import IOEngine
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.swap_device import SwapDevice
-from zero_infinity.storage.throttled_device import ThrottledDevice
 
 
 class Clock:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_infinity.planner.zero_equations import (
+from zero_infinity.papers.zero_equations import (
     communication_elements,
     largest_model,
     state_bytes,

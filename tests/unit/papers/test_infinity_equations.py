@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zero_infinity.planner.infinity_equations import Transformer, largest_hidden
+from zero_infinity.papers.infinity_equations import Transformer, largest_hidden
 
 
 def test_states_are_20_bytes_a_parameter() -> None:

@@ -1,4 +1,4 @@
-"""An in-memory swap device with scripted behaviour, for tests of this package and of its users.
+"""An in-memory swap device with scripted behaviour.
 
 Owns a bytearray and the script: how long a request takes, how many of its bytes are moved, which request fails with
 which errno. The same script and order of requests always give the same outcome. It does not use files.
