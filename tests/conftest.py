@@ -15,10 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 import pytest
-from support import device, hypothesis_profile
-
-# With TEST_DEVICE=lag everything runs on the test device, which is part of the process from then on.
-collect_ignore = ["device"] if device.IS_CPU else []
+from support import hypothesis_profile
 
 
 def pytest_collectstart() -> None:

@@ -436,7 +436,7 @@ way = WAYS[number % len(WAYS)]
 config = zi.Config(memory="160KiB", nvme=sys.argv[1])
 changes = {}
 if way == "accelerator":
-    changes = {"accelerator": zi.EmulatedAccelerator(64 << 10)}
+    changes = {"device": zi.EmulatedAccelerator(64 << 10)}
 elif way == "bfloat16":
     config = config.replace(param_dtype="bfloat16", memory="256KiB")
 if way == "built":

@@ -175,7 +175,7 @@ def assert_identical(plain: Outcome, prepared: Outcome) -> None:
     """Raise `Divergence` at the first difference."""
     assert_same("number of logged values", len(plain.logged), len(prepared.logged))
     for number, (expected, found) in enumerate(zip(plain.logged, prepared.logged, strict=True)):
-        assert_same(f"logged value {number}", expected, found)
+        assert_same(f"logged value {number}", _on_cpu(expected), _on_cpu(found))
     assert_same("weights", plain.weights, prepared.weights)
     assert_same("buffers", plain.buffers, prepared.buffers)
     # The states of a prepared model are in host memory, wherever it computes.

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
+from torch import nn
 from torch.utils import _pytree
+
+P = ParamSpec("P")
+
+
+def _why_not() -> str | None:
+    """The reason why tests do not run on the test device."""
+    if os.environ.get("TEST_DEVICE") != "lag":
+        return "runs with TEST_DEVICE=lag, in processes of its own: the device stays registered"
+    from device import lag
+
+    return lag.why_not()
 
 
 def _load() -> ModuleType | None:
     """Register the test device, if tests run on it."""
-    if os.environ.get("TEST_DEVICE", "cpu") != "lag":
+    if WHY_NOT is not None:
         return None
     from device import lag
 
-    return lag.load()
+    extension = lag.load()
+    torch.accelerator.set_device_index(1)
+    extension.set_delays(seed=int(os.environ.get("TEST_DEVICE_SEED", "0")), probability=0.1, max_seconds=2e-4)
+    return extension
 
 
+WHY_NOT = _why_not()
 EXTENSION = _load()
 IS_CPU = EXTENSION is None
 DEVICE = torch.device("cpu" if IS_CPU else "lag:1")  # not the first one: a wrong index shows
@@ -29,3 +47,13 @@ def on_device(values: Any) -> Any:
     if IS_CPU:
         return values
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), values)
+
+
+def placed(make: Callable[P, nn.Module]) -> Callable[P, nn.Module]:
+    """The function that makes the same model on the device."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> nn.Module:
+        return make(*args, **kwargs).to(DEVICE)
+
+    return make if IS_CPU else made

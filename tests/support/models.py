@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from support.compare import seeded
-from support.device import on_device
+from support.device import on_device, placed
 
 VOCABULARY = 96
 
@@ -84,6 +84,7 @@ def of_classes(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- plain torch
 
 
+@placed
 def mlp(width: int = 32, depth: int = 4) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -125,6 +126,7 @@ class WholeTransformer(nn.Module):
         return self.transformer(x, x.flip(1), tgt_mask=mask, tgt_is_causal=True)
 
 
+@placed
 def encoder(width: int = 32) -> nn.Module:
     layer = nn.TransformerEncoderLayer(width, 2, dim_feedforward=48, dropout=0.1, batch_first=True)
     return nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
@@ -174,12 +176,14 @@ class TiedHead(nn.Module):
 # ---------------------------------------------------------------------- transformers
 
 
+@placed
 def gpt2(**changes: Any) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, **_special(), **changes)
     )
 
 
+@placed
 def llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
@@ -196,6 +200,7 @@ def llama(**changes: Any) -> nn.Module:
     )
 
 
+@placed
 def t5() -> nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
@@ -211,6 +216,7 @@ def t5() -> nn.Module:
     )
 
 
+@placed
 def mixtral() -> nn.Module:
     return MixtralForCausalLM(
         MixtralConfig(
@@ -228,6 +234,7 @@ def mixtral() -> nn.Module:
     )
 
 
+@placed
 def bert() -> nn.Module:
     return BertForMaskedLM(
         BertConfig(
@@ -242,6 +249,7 @@ def bert() -> nn.Module:
     )
 
 
+@placed
 def vit() -> nn.Module:
     return ViTForImageClassification(
         ViTConfig(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from zero_infinity.tiers.compute_device import FINISHED, Transfer
+from zero_infinity.tiers.compute_device import FINISHED, ComputeDevice, DeviceTransfer
+from zero_infinity.trace import DEVICE, HOST, Category, Trace
 
 
 class FlatGradient:
@@ -12,7 +15,7 @@ class FlatGradient:
 
     __slots__ = ("_dtype", "_tensor", "_transfer", "nbytes")
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, transfer: Transfer = FINISHED) -> None:
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, transfer: DeviceTransfer = FINISHED) -> None:
         self._tensor = tensor
         self._dtype = dtype
         self._transfer = transfer
@@ -29,3 +32,15 @@ class FlatGradient:
         if self._tensor.dtype != self._dtype:
             self._tensor = self._tensor.to(self._dtype)
         return self._tensor
+
+
+def download(
+    flat: torch.Tensor, dtype: torch.dtype, accelerator: ComputeDevice, unit_name: str, trace: Trace | None
+) -> FlatGradient:
+    """Start to copy a flat gradient into host memory, in its own dtype: it is converted to `dtype` there."""
+    start = time.perf_counter()
+    here, transfer = accelerator.download(flat)
+    if trace is not None:
+        seconds = time.perf_counter() - start
+        trace.span(unit_name, Category.GRADIENT, f"{DEVICE} to {HOST}", start, seconds, here.nbytes)
+    return FlatGradient(here, dtype, transfer)

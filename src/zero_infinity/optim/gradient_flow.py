@@ -11,7 +11,6 @@ it is used up, the hook waits for the worker.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +18,7 @@ import torch
 
 from zero_infinity._torch import call_after_backward, current_graph_task_id, no_torch_function
 from zero_infinity.errors import TornStepError, UsageError
-from zero_infinity.optim.flat_gradient import FlatGradient
+from zero_infinity.optim.flat_gradient import FlatGradient, download
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.retained_gradients import RetainedGradients
 from zero_infinity.optim.state_records import Segment
@@ -30,7 +29,6 @@ from zero_infinity.params.dtensor import local_gradient
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_state import Pending
 from zero_infinity.run_trace import BACKWARD
-from zero_infinity.trace import DEVICE, HOST, Category
 
 _TORN = (
     '\n  fix:   reload a checkpoint or rebuild the model; update="after_backward" in zi.Config runs every '
@@ -138,13 +136,7 @@ class GradientFlow:
         dtype = self._records[parameter.unit].dtype
         if self._accelerator is None or flat.device != self._accelerator.device:  # zeros, or set by hand
             return FlatGradient(flat, dtype)
-        start = time.perf_counter()
-        here, transfer = self._accelerator.download(flat)
-        trace = self._host_cache.store.trace
-        if trace is not None:
-            seconds = time.perf_counter() - start
-            trace.span(parameter.unit.name, Category.GRADIENT, f"{DEVICE} to {HOST}", start, seconds, here.nbytes)
-        return FlatGradient(here, dtype, transfer)
+        return download(flat, dtype, self._accelerator, parameter.unit.name, self._host_cache.store.trace)
 
     def _follow_backward(self) -> None:
         task = current_graph_task_id()
@@ -236,10 +228,9 @@ class GradientFlow:
 
     def _retain_on_arrival(self, parameter: ManagedParameter, flat: FlatGradient) -> None:
         """Let the update worker add a gradient into its gradient blocks once it is in host memory."""
-        unit = parameter.unit
-        self._make_room(flat.nbytes, unit)
+        self._make_room(flat.nbytes, parameter.unit)
         fresh = WholeGradients({parameter: flat})
-        self._keep(unit, fresh, [parameter], None, lambda: self._release(flat.nbytes))
+        self._keep(parameter.unit, fresh, [parameter], None, lambda: self._release(flat.nbytes))
 
     def _keep(
         self,

@@ -50,9 +50,9 @@ def move_unmanaged(model: nn.Module, device: torch.device) -> None:
     """Move buffers, and parameters that are trained in place, to `device`."""
     moved: dict[torch.Tensor, torch.Tensor] = {}  # one buffer may be registered in several modules
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device != device:
+                setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
     for parameter in model.parameters():
         if managed(parameter) is None and parameter.device != device:
             data = parameter.detach().to(device)

@@ -17,7 +17,7 @@ from zero_infinity.storage.buffer import Buffer
 from zero_infinity.storage.buffer_pool import BufferPool
 
 
-class Transfer(Protocol):
+class DeviceTransfer(Protocol):
     """A copy between host and device that may still be under way."""
 
     @property
@@ -60,10 +60,10 @@ class ComputeDevice(Protocol):
     def allocate(self, num_bytes: int) -> DeviceMemory:
         """Allocate memory for a copy; waits until there is room."""
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         """Copy host memory to the device. `source` must not change before the transfer is done."""
 
-    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         """Return a copy in host memory, to be read when the transfer is done. `source` may be freed at once."""
 
     def close(self) -> None: ...
@@ -101,11 +101,11 @@ class CpuDevice:
     def allocate(self, num_bytes: int) -> DeviceMemory:
         return CpuMemory(self.pool.take(num_bytes))
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         target.copy_(source)
         return FINISHED
 
-    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         return source, FINISHED
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from zero_infinity.policy.partition import Span
 from zero_infinity.policy.unit_sizes import copy_bytes
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
-from zero_infinity.tiers.compute_device import ComputeDevice, DeviceMemory, Transfer
+from zero_infinity.tiers.compute_device import ComputeDevice, DeviceMemory, DeviceTransfer
 from zero_infinity.trace import Category
 
 # How often a thread that waits for the copy thread checks that it is still alive.
@@ -68,7 +68,7 @@ class DeviceCopy:
         self.error: BaseException | None = None
         self.is_dropped = False
         self.is_written = False  # the user has had a tensor over it and may have written to it
-        self._transfer: Transfer | None = None
+        self._transfer: DeviceTransfer | None = None
         self._ready = threading.Event()
 
     @property
@@ -94,7 +94,7 @@ class DeviceCopy:
             raise RuntimeError(f"the copy of {self.source.name!r} has no memory")
         return self.memory.tensor()[: _num_bytes(self.source)].view(self.source.compute_dtype)
 
-    def made(self, transfer: Transfer) -> None:
+    def made(self, transfer: DeviceTransfer) -> None:
         """The copy is made, or under way."""
         self._transfer = transfer
 
@@ -134,7 +134,7 @@ class Copier:
         self._num_pending = 0
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # Oldest first: the block it reads, and what keeps that in memory.
-        self._under_way: deque[tuple[Transfer, Block, ExitStack]] = deque()
+        self._under_way: deque[tuple[DeviceTransfer, Block, ExitStack]] = deque()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
         self._thread.start()
 
@@ -243,7 +243,7 @@ class Copier:
         is_read = any(block is other for _, other, _ in self._under_way)
         return is_read or len(self._under_way) >= _MAX_UNDER_WAY or not self._store.readable(block)
 
-    def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         start = time.perf_counter()
         transfer = self.device.upload(stored, target)
         if self._store.trace is not None:

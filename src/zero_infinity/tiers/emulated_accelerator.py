@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from zero_infinity.tiers.compute_device import FINISHED, CpuDevice, Transfer
+from zero_infinity.tiers.compute_device import FINISHED, CpuDevice, DeviceTransfer
 
 
 class EmulatedAccelerator(CpuDevice):
@@ -30,12 +30,12 @@ class EmulatedAccelerator(CpuDevice):
     def bytes_downloaded(self) -> int:
         return self._down.num_bytes
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         target.copy_(source)
         self._up.carry(source.nbytes)
         return FINISHED
 
-    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         copied = source.clone()
         self._down.carry(source.nbytes)
         return copied, FINISHED

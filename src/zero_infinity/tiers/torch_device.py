@@ -14,7 +14,7 @@ import threading
 import torch
 
 from zero_infinity._torch import num_storage_uses
-from zero_infinity.tiers.compute_device import Transfer
+from zero_infinity.tiers.compute_device import DeviceTransfer
 from zero_infinity.tiers.pinned_ring import PinnedRing
 
 
@@ -59,7 +59,7 @@ class TorchDevice:
     def allocate(self, num_bytes: int) -> StreamMemory:
         return self._memory.take(num_bytes)
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         with self._up:
             if source.dtype == target.dtype and source.is_pinned():
                 target.copy_(source, non_blocking=True)
@@ -67,7 +67,7 @@ class TorchDevice:
                 self._ring.upload(source, target, self._up)
             return StreamTransfer(self._device, self._up.record_event())
 
-    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         computed = torch.accelerator.current_stream(self._device).record_event()
         with self._down:

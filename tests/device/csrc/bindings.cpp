@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <unistd.h>
@@ -29,6 +30,7 @@ py::dict counts(int device) {
 }
 
 void reset_counts(int device) {
+  lag::reset_waits_by_thread();
   auto& counted = lag::counters(device);
   for (auto* one : {&counted.uploaded, &counted.downloaded, &counted.copied, &counted.sent, &counted.from_files,
                     &counted.unpinned, &counted.host_waits, &counted.kernels, &counted.not_deferred}) {
@@ -63,6 +65,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_counts", &reset_counts);
   m.def("set_delays", &set_delays, py::arg("seed") = 0, py::arg("probability") = 0.0, py::arg("max_seconds") = 0.0,
         py::arg("bytes_per_second") = 0.0, py::arg("kernel_seconds") = 0.0);
+  m.def("host_waits_by_thread", &lag::waits_by_thread);
   m.def("set_limit", &lag::set_limit);
   m.def("host_register", [](uintptr_t address, size_t size) { lag::mark_pinned(reinterpret_cast<void*>(address), size); });
   m.def("host_unregister", [](uintptr_t address) { lag::unmark_pinned(reinterpret_cast<void*>(address)); });

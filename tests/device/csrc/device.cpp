@@ -85,7 +85,7 @@ struct LagGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
-      ++counters(current_device()).host_waits;
+      count_wait(current_device());
       host_wait(static_cast<EventState*>(event)->flag);
     }
   }
@@ -97,11 +97,11 @@ struct LagGuard final : public c10::impl::DeviceGuardImplInterface {
     return queue(stream.device_index(), stream.id()).is_idle();
   }
   void synchronizeStream(const Stream& stream) const override {
-    ++counters(stream.device_index()).host_waits;
+    count_wait(stream.device_index());
     host_wait(queue(stream.device_index(), stream.id()).mark());
   }
   void synchronizeDevice(DeviceIndex device) const override {
-    ++counters(device).host_waits;
+    count_wait(device);
     synchronize_device(device);
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const Stream& stream) const override {

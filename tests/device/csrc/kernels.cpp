@@ -140,9 +140,14 @@ struct Call {
   }
 
   int find_device() const {
+    // As on other devices: only indices and numbers may be on the CPU.
+    auto takes_cpu = op.schema().name().find("index") != std::string::npos || op.schema().name() == "aten::histc";
     int found = -1;
     for (const auto& value : given) {
       mapped(value, [&](const Tensor& tensor) {
+        TORCH_CHECK(
+            takes_cpu || !tensor.defined() || is_ours(tensor) || tensor.dim() == 0 || tensor.numel() == 0,
+            "expected all tensors to be on one device, but ", op.schema().name(), " got one on the CPU");
         if (is_ours(tensor)) {
           auto index = tensor.device().index();
           TORCH_CHECK(
@@ -283,7 +288,10 @@ void copy_into(const std::vector<IValue>& results, const Outputs& outputs) {
     size_t inner = 0;
     mapped(results[at], [&](const Tensor& tensor) {
       if (inner < outputs[at].size() && tensor.defined()) {
-        outputs[at][inner++].on_cpu().copy_(tensor);
+        const auto& output = outputs[at][inner++];
+        if (tensor.numel() > 0) { // some CPU kernels leave out what their meta kernels promise
+          output.on_cpu().copy_(tensor);
+        }
       }
       return tensor;
     });
@@ -305,9 +313,9 @@ void enqueue(const Call& call, Outputs outputs) {
     for (const auto& argument : *arguments) {
       values.push_back(argument.on_cpu());
     }
+    pass_time(seconds);
     auto results = run_on_cpu(op, std::move(values));
     copy_into(results, outputs);
-    pass_time(seconds);
   });
 }
 
@@ -339,7 +347,7 @@ void resize_outs(const Call& call, const std::vector<IValue>& sizes) {
 }
 
 void run_at_once(const Call& call, torch::jit::Stack* stack) {
-  ++counters(call.device).host_waits;
+  count_wait(call.device);
   ++counters(call.device).not_deferred;
   host_wait(current_queue(call.device).mark());
   std::vector<IValue> values;
@@ -489,7 +497,7 @@ void copy_over_link(const Tensor& source, const Tensor& target, bool is_upload, 
   if (later) {
     use_pinned(here.const_data_ptr(), device, current_id(device));
   } else {
-    ++counted.host_waits;
+    count_wait(device);
     host_wait(current_queue(device).mark());
   }
 }
@@ -538,7 +546,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 
 at::Scalar local_scalar_dense(const Tensor& self) {
   auto device = self.device().index();
-  ++counters(device).host_waits;
+  count_wait(device);
   host_wait(current_queue(device).mark());
   return View(self).on_cpu().item();
 }
@@ -556,6 +564,15 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double probabilit
   mask.bernoulli_(1 - probability);
   auto scale = probability == 1 ? 0.0 : 1.0 / (1.0 - probability);
   return {input.mul(mask).mul(scale), mask};
+}
+
+// The CPU has no histogram of integers, which transformers uses on every other device.
+void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& self = (*stack)[stack->size() - 4];
+  auto dtype = self.toTensor().scalar_type();
+  self = self.toTensor().to(at::kFloat);
+  kernel(op, stack);
+  torch::jit::push(*stack, torch::jit::pop(*stack).toTensor().to(dtype));
 }
 
 void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
@@ -591,6 +608,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <omp.h>
+#include <pthread.h>
 
 #include <array>
 #include <chrono>
@@ -15,6 +16,8 @@ double now() {
 
 std::mutex settings_mutex;
 Delays settings;
+std::mutex waits_mutex;
+std::map<unsigned long, int64_t> waits;
 std::mutex error_mutex;
 std::string first_error;
 
@@ -183,6 +186,22 @@ void pass_time(double seconds) {
   if (seconds > 0) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   }
+}
+
+void count_wait(int device) {
+  ++counters(device).host_waits;
+  std::lock_guard<std::mutex> guard(waits_mutex);
+  ++waits[pthread_self()];
+}
+
+std::map<unsigned long, int64_t> waits_by_thread() {
+  std::lock_guard<std::mutex> guard(waits_mutex);
+  return waits;
+}
+
+void reset_waits_by_thread() {
+  std::lock_guard<std::mutex> guard(waits_mutex);
+  waits.clear();
 }
 
 void host_wait(const FlagPtr& flag) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -79,6 +80,11 @@ int device_count();
 Delays delays();
 void set_delays(const Delays& delays);
 void pass_time(double seconds);
+
+// Counts a wait of this thread for the device.
+void count_wait(int device);
+std::map<unsigned long, int64_t> waits_by_thread(); // by Python's number of a thread
+void reset_waits_by_thread();
 
 // Waits of the host for the device, and errors that tasks raised: the next wait of the host raises them.
 void host_wait(const FlagPtr& flag);

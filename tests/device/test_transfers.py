@@ -1,0 +1,102 @@
+"""What crosses the link of the device: bytes, pinned memory, waits of the host; and training with random delays."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.compare import FITS_RAM, HALF, MINIMAL, Setting, adamw, compare, sgd, training
+from support.device import DEVICE, EXTENSION, WHY_NOT
+from support.models import CASES, gpt2, llama, mean_square, mlp, of_labels, tokens, vectors
+from torch import nn
+
+import zero_infinity as zi
+
+if EXTENSION is None:
+    pytest.skip(str(WHY_NOT), allow_module_level=True)
+
+
+def counts() -> dict[str, int]:
+    torch.accelerator.synchronize(DEVICE)
+    found: dict[str, int] = EXTENSION.counts(DEVICE.index)
+    return found
+
+
+@pytest.fixture(params=range(3))
+def delays(request: pytest.FixtureRequest) -> object:
+    """Long delays, drawn from a seed."""
+    EXTENSION.set_delays(seed=request.param, probability=0.3, max_seconds=3e-4)
+    yield
+    torch.accelerator.synchronize(DEVICE)
+    EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+
+
+@pytest.mark.parametrize("setting", [FITS_RAM, HALF, MINIMAL], ids=str)
+@pytest.mark.parametrize("case", ["mlp", "gpt2", "llama", "tied"])
+def test_training_with_random_delays(case: str, setting: Setting, delays: object, tmp_path: Path) -> None:
+    chosen = CASES[case]
+    compare(chosen.make, training(chosen.batch, chosen.loss), adamw, setting, tmp_path)
+
+
+def test_a_user_on_a_stream_of_his_own(delays: object, tmp_path: Path) -> None:
+    with torch.Stream(DEVICE):
+        compare(mlp, training(vectors(), mean_square), adamw, MINIMAL, tmp_path)
+
+
+def steady(make: object, config: zi.Config, batch: object, loss: object) -> tuple[dict[str, int], nn.Module]:
+    """Counts of one step, after those that still learn."""
+    torch.manual_seed(0)
+    model = make()
+    model, optimizer = zi.prepare(model, sgd(model), config)
+    for number in range(6):
+        data = batch(number)
+        if number == 5:
+            zi.synchronize(model)
+            torch.accelerator.synchronize(DEVICE)
+            EXTENSION.reset_counts(DEVICE.index)
+        loss(model, data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zi.synchronize(model)
+    return counts(), model
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_bytes_with_parameters_resident_are_once_up_and_once_down(tmp_path: Path) -> None:
+    found, model = steady(mlp, zi.Config(memory="8MiB"), vectors(), mean_square)
+    units = sum(u.num_elements * u.dtype.itemsize for u in zi.api.engine_of(model).units)
+    assert found["uploaded"] == units  # with the padding of units
+    assert found["downloaded"] == parameter_bytes(model)
+
+
+def test_no_asynchronous_copy_from_unpinned_memory(tmp_path: Path) -> None:
+    found, _ = steady(gpt2, zi.Config(memory="8MiB"), tokens(), of_labels)
+    assert found["unpinned"] == 0
+
+
+def test_the_computing_threads_never_wait_for_the_device() -> None:
+    """Other threads wait for copies; those that launch kernels do not."""
+    waits: list[str] = []
+    torch.manual_seed(0)
+    model = llama()
+    model, optimizer = zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))
+    batches = [tokens()(number) for number in range(6)]
+    for number, data in enumerate(batches):
+        if number == 5:
+            zi.synchronize(model)
+            EXTENSION.reset_counts(DEVICE.index)
+        loss = of_labels(model, data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    by_thread = EXTENSION.host_waits_by_thread()
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("zero-infinity")}
+    waits += [str(ident) for ident in by_thread if ident not in ours]
+    zi.synchronize(model)
+    assert not waits, (by_thread, threading.enumerate())
+    assert loss.item() > 0
