@@ -290,13 +290,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL group that is made directly; `new_group` sets this attribute as well. Not run with CUDA."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return options
-
-
 # ---------------------------------------------------------------------- tensors without memory, counted operations
 
 # A mode in which tensors have shapes and no values. torch exports it nowhere in public. torch 2.13.

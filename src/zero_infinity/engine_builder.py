@@ -152,7 +152,7 @@ class EngineBuilder:
         names = {unit.number: unit.name for unit in self.layout.units}
         num_elements = sum(unit.num_elements for unit in self.layout.units)
         device = self._environment.device if copied else None
-        return connect(self.ranks, self._environment.sharding, names, num_elements, device)
+        return connect(self.ranks, self._environment.sharding, names, num_elements, device, self._environment.device)
 
     def _make_activations(self) -> ActivationOffload | None:
         store = self.parameter_store
@@ -289,6 +289,7 @@ class EngineBuilder:
                 self._environment.sharding,
                 routing,
                 cache,
+                self._environment.gradient_device,
                 bucket_bytes=layout.bucket_bytes,
                 reduce_dtype=config.reduce_dtype,
                 on_close=store.closers.append,

@@ -8,7 +8,8 @@ Facts about gloo that shaped this module (seen with torch 2.13):
   exchange; on a mismatch every rank raises an error that lists what each rank asked for.
 - Two threads that share a group mix up their messages. So every communicating thread has its own channel.
 
-On an accelerator the data goes through the backend's collectives (NCCL); the agreement still goes through gloo.
+On an accelerator the data goes through the collectives of the backend that the user's process group has for it (NCCL,
+XCCL, ...). They are launched on the current stream, and no thread waits for them. The agreement goes through gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch.distributed import AllToAllOptions, Work
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError, again
 from zero_infinity.policy.partition import Span
@@ -85,7 +87,6 @@ class GroupConnections(Protocol):
     def size(self) -> int: ...
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
-    def alltoall(self, into: list[torch.Tensor], sent: list[torch.Tensor], options: AllToAllOptions) -> Work: ...
 
 
 class Channel:
@@ -96,7 +97,7 @@ class Channel:
         control: GroupConnections,
         traffic: Traffic,
         directory: RankStatus,
-        data: GroupConnections | None = None,
+        data: ProcessGroup | None = None,
         trace: Trace | None = None,
     ) -> None:
         self._control: GroupConnections | None = control
@@ -226,7 +227,7 @@ class Channel:
 
     def _exchange_on_accelerator(
         self,
-        group: GroupConnections,
+        group: ProcessGroup,
         sent: Mapping[int, Sequence[torch.Tensor]],
         received: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
@@ -235,8 +236,7 @@ class Channel:
         for number in range(len(tensors)):
             outputs = [received[rank][number] if rank in received else nothing for rank in range(self.num_ranks)]
             inputs = [sent[rank][number] if rank in sent else nothing for rank in range(self.num_ranks)]
-            group.alltoall(outputs, inputs, AllToAllOptions()).wait()
-        torch.accelerator.current_stream().synchronize()
+            dist.all_to_all(outputs, inputs, group=group)
 
     def _lost(self, rank: int, name: str, error: RuntimeError) -> BaseException:
         # A rank that detects a divergence closes its connections. Then the divergence is the real cause, and another

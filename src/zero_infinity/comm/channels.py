@@ -32,16 +32,18 @@ def connect(
     unit_names: Mapping[int, str],
     num_elements: int,
     copies_on: torch.device | None,
+    gradients_on: torch.device,
 ) -> Channels:
     """Connect to the other ranks and check that they have the same model.
 
-    `unit_names` are in order of unit number. `copies_on` is the device on which sharded units are gathered.
+    `unit_names` are in order of unit number. `copies_on` is the device on which sharded units are gathered,
+    `gradients_on` the one on which gradients are summed.
     """
     ranks.names.update(unit_names)
     copies = ranks.channel("parameters", copies_on) if sharding.shards_parameters and copies_on is not None else None
     channels = Channels(
         steps=ranks.channel("steps"),
-        gradients=ranks.channel("gradients"),
+        gradients=ranks.channel("gradients", gradients_on),
         copies=copies,
         updates=ranks.channel("parameters") if sharding.gathers_updates else None,
     )

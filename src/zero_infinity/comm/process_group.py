@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zero_infinity._torch import nccl_options, store_of, timeout_of
+from zero_infinity._torch import store_of, timeout_of
 from zero_infinity.comm.channel import Channel, GroupConnections, Traffic
 from zero_infinity.errors import DivergenceError, LostRankError, RankError, UsageError
 from zero_infinity.trace import Trace
@@ -95,16 +95,24 @@ class RankGroup:
         self._channels.append(channel)
         return channel
 
-    def _accelerator_group(self, device: torch.device) -> GroupConnections:
-        if device.type != "cuda":
+    def _accelerator_group(self, device: torch.device) -> ProcessGroup:
+        """A group of the same ranks, with the backend that the user's group has for the device.
+
+        Never destroyed: torch names a group by the groups that a process has, and ranks would end theirs at different
+        times.
+        """
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
+        backend = backends.get(device.type)
+        if backend is None:
             raise UsageError(
-                f"several ranks are not supported on {device.type}: no backend can exchange its tensors\n"
-                "  fix:   use one rank, or CUDA"
+                f"the process group has no backend for tensors on {device.type}: {backends}\n"
+                f"  fix:   torch.distributed.init_process_group() without backend=, or a backend for {device.type}"
             )
-        store = PrefixStore(f"wire/{len(self._channels)} on {device.type}", self._store)
-        return cast(
-            GroupConnections, dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, nccl_options(self._timeout))
-        )
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, self._timeout, backend, use_local_synchronization=True)
+        if not isinstance(group, ProcessGroup):
+            raise UsageError("this process is not a member of the given process group")
+        return group
 
     def trace_into(self, trace: Trace) -> None:
         """Record the exchanges of channels created from now on."""
@@ -214,7 +222,7 @@ class RankGroup:
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
     """Return the timeout that the user set for the group, or torch's default."""
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", torch.accelerator.current_accelerator() or "cpu"):
         try:
             return timeout_of(group, torch.device(device))
         except (RuntimeError, AttributeError):

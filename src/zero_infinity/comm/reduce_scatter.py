@@ -4,7 +4,8 @@ Whole gradients come in and are sent as rows, one per rank, through buckets of c
 with the model. A row that lies inside one gradient is sent without a copy; a row that spans several gradients, or is
 sent in another dtype, is first copied into the bucket. Small units share a bucket.
 
-A single thread does this, in submission order, which is the same on every rank.
+A single thread does this, in submission order, which is the same on every rank. On an accelerator it launches the work
+on a stream of the device, where gradients are summed; only this rank's shard of the sum is downloaded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +23,33 @@ from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.policy.partition import ShardLayout, Span
+
+
+class PendingDownload(Protocol):
+    """A download from a device that may still be under way."""
+
+    @property
+    def is_done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class GradientDevice(Protocol):
+    """The accelerator that has the gradients and sums them."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def computed(self) -> torch.Event:
+        """Return an event after what this thread has launched so far."""
+
+    def reducing(self, computed: torch.Event) -> AbstractContextManager[object]:
+        """Inside, this thread launches on the stream of reductions, after `computed`."""
+
+    def read_by_reduction(self, gradient: torch.Tensor) -> None:
+        """The memory of this gradient is reused only after what the stream of reductions does until now."""
+
+    def download(self, source: torch.Tensor) -> tuple[torch.Tensor, PendingDownload]:
+        """Return a copy in host memory, to be read when the download is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +81,33 @@ class LocalGradients:
 class ReducedShard:
     """The average over ranks of the elements `span` of a unit, available once it is ready."""
 
-    __slots__ = ("_elements", "_error", "_ready", "span")
+    __slots__ = ("_download", "_elements", "_error", "_ready", "span")
 
     def __init__(self, span: Span) -> None:
         self.span = span
+        self._download: PendingDownload | None = None
         self._elements: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._ready = threading.Event()
 
     @property
     def is_ready(self) -> bool:
-        return self._ready.is_set()
+        return self._ready.is_set() and (self._download is None or self._download.is_done)
 
     def wait(self) -> torch.Tensor:
-        """The elements."""
+        """The elements, in host memory."""
         self._ready.wait()
         if self._error is not None:
             raise again(self._error)
         if self._elements is None:
             raise RuntimeError("a reduced shard is ready and has no elements")
+        if self._download is not None:
+            self._download.wait()
         return self._elements
 
-    def finish(self, elements: torch.Tensor) -> None:
+    def finish(self, elements: torch.Tensor, download: PendingDownload | None = None) -> None:
         self._elements = elements
+        self._download = download
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -89,15 +123,24 @@ class _Task:
     units: list[LocalGradients]
     results: list[ReducedShard]
     released: Callable[[], None]
+    computed: torch.Event | None  # after the gradients, on an accelerator
 
 
 class ReduceScatter:
     """Averages gradients over ranks on its own thread."""
 
     def __init__(
-        self, channel: Channel, bucket_bytes: int, *, wire_dtype: torch.dtype | None, all_reduce: bool
+        self,
+        channel: Channel,
+        bucket_bytes: int,
+        *,
+        wire_dtype: torch.dtype | None,
+        all_reduce: bool,
+        accelerator: GradientDevice | None = None,
     ) -> None:
         self._channel = channel
+        self._accelerator = accelerator
+        self._device = accelerator.device if accelerator is not None else torch.device("cpu")
         self._bucket_bytes = bucket_bytes  # for all rows sent, and the same again for rows received
         self._dtype = wire_dtype  # None: the dtype of the gradients
         self._all_reduce = all_reduce  # every rank gets the whole average (stage 0)
@@ -112,7 +155,8 @@ class ReduceScatter:
         results = [
             ReducedShard(Span(0, unit.shards.num_elements) if self._all_reduce else unit.shards.owned) for unit in units
         ]
-        self._tasks.put(_Task(topic, list(units), results, released))
+        computed = self._accelerator.computed() if self._accelerator is not None else None
+        self._tasks.put(_Task(topic, list(units), results, released, computed))
         return results
 
     def close(self) -> None:
@@ -128,7 +172,7 @@ class ReduceScatter:
             try:
                 if self._error is not None:
                     raise again(self._error)
-                with torch.no_grad():
+                with torch.no_grad(), self._launching(task):
                     self._reduce(task)
             except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the result
                 self._error = error.with_traceback(None)
@@ -138,10 +182,15 @@ class ReduceScatter:
             task.released()
             del task
 
+    def _launching(self, task: _Task) -> AbstractContextManager[object]:
+        if self._accelerator is None or task.computed is None:
+            return nullcontext()
+        return self._accelerator.reducing(task.computed)
+
     def _reduce(self, task: _Task) -> None:
         self._channel.agree(task.topic)
         sums = [
-            torch.zeros(len(result.span), dtype=unit.sum_dtype)
+            torch.zeros(len(result.span), dtype=unit.sum_dtype, device=self._device)
             for result, unit in zip(task.results, task.units, strict=True)
         ]
         for dtype in dict.fromkeys(total.dtype for total in sums):
@@ -151,7 +200,14 @@ class ReduceScatter:
             wholes = [(total, unit.shards.spans) for unit, total in zip(task.units, sums, strict=True)]
             self._channel.gather(Topic("gradient gather", task.topic.number, task.topic.name), wholes)
         for result, total in zip(task.results, sums, strict=True):
-            result.finish(total.div_(self._channel.num_ranks))
+            total.div_(self._channel.num_ranks)
+            if self._accelerator is None:
+                result.finish(total)
+            else:
+                result.finish(*self._accelerator.download(total))
+        if self._accelerator is not None:
+            for gradient in [gradient for unit in task.units for gradient in unit.pieces.values()]:
+                self._accelerator.read_by_reduction(gradient)
 
     def _reduce_alike(
         self, topic: Topic, members: list[tuple[LocalGradients, torch.Tensor]], dtype: torch.dtype
@@ -161,7 +217,7 @@ class ReduceScatter:
         for pieces in _fill(members, sent.shape[1]):
             rows = [_row(pieces, to, sent[to]) for to in range(self._channel.num_ranks)]
             length = len(rows[rank])
-            total = torch.empty(length, dtype=dtype)
+            total = torch.empty(length, dtype=dtype, device=self._device)
             self._channel.reduce(topic, rows, received, total)
             done = 0
             for piece in pieces:
@@ -175,8 +231,8 @@ class ReduceScatter:
             length = self._bucket_bytes // dtype.itemsize // self._channel.num_ranks
             self._buckets.clear()  # the budget has room for one pair
             self._buckets[dtype] = (
-                torch.empty(self._channel.num_ranks, length, dtype=dtype),
-                torch.empty(self._channel.num_ranks - 1, length, dtype=dtype),
+                torch.empty(self._channel.num_ranks, length, dtype=dtype, device=self._device),
+                torch.empty(self._channel.num_ranks - 1, length, dtype=dtype, device=self._device),
             )
         return self._buckets[dtype]
 

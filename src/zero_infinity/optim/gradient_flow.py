@@ -120,7 +120,15 @@ class GradientFlow:
             self._retain_on_arrival(parameter, flat)
 
     def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> FlatGradient:
-        """Return the gradient flat, in the order of its unit's elements; starts to download it from an accelerator."""
+        """Return the gradient flat; starts to download it from an accelerator."""
+        flat = self._flat_here(parameter, gradient)
+        dtype = self._records[parameter.unit].dtype
+        if self._accelerator is None or flat.device != self._accelerator.device:  # zeros, or set by hand
+            return FlatGradient(flat, dtype)
+        return download(flat, dtype, self._accelerator, parameter.unit.name, self._host_cache.store.trace)
+
+    def _flat_here(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Note a gradient and return it flat, in the order of its unit's elements, where it was computed."""
         gradient = local_gradient(parameter.parameter, gradient)
         if gradient.layout is not torch.strided:
             raise UsageError(
@@ -132,11 +140,7 @@ class GradientFlow:
             raise TornStepError(self.torn + _TORN)
         self.cycle.fired(parameter)
         self.seen.add(parameter)
-        flat = parameter.flattened(gradient.detach())
-        dtype = self._records[parameter.unit].dtype
-        if self._accelerator is None or flat.device != self._accelerator.device:  # zeros, or set by hand
-            return FlatGradient(flat, dtype)
-        return download(flat, dtype, self._accelerator, parameter.unit.name, self._host_cache.store.trace)
+        return parameter.flattened(gradient.detach())
 
     def _follow_backward(self) -> None:
         task = current_graph_task_id()

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channels import Channels
-from zero_infinity.comm.reduce_scatter import ReduceScatter
+from zero_infinity.comm.reduce_scatter import GradientDevice, ReduceScatter
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.loss_scale import LossScale
@@ -54,6 +54,7 @@ def make_collectives(
     sharding: Sharding,
     routing: ExpertRouting,
     cache: DeviceCache | None,
+    accelerator: GradientDevice | None,
     *,
     bucket_bytes: int,
     reduce_dtype: str | None,
@@ -65,6 +66,7 @@ def make_collectives(
         bucket_bytes,
         wire_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
         all_reduce=sharding.reduces_everywhere,
+        accelerator=accelerator,
     )
     on_close(reduce_scatter.close)
     all_gather = None
@@ -72,7 +74,8 @@ def make_collectives(
         all_gather = ParameterAllGather(store, channels.updates)
         on_close(all_gather.close)
     gathered = cache if sharding.shards_parameters else None
-    return GradientCollectives(sharding, channels.steps, reduce_scatter, all_gather, routing, gathered)
+    device = accelerator.device if accelerator is not None else torch.device("cpu")
+    return GradientCollectives(sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device)
 
 
 def make_training(

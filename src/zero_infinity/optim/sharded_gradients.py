@@ -69,6 +69,7 @@ class GradientCollectives:
     all_gather: ParameterAllGather | None  # of updated shards, where every rank stores whole units
     routing: ExpertRouting
     gathered: DeviceCache | None  # unsharded copies of sharded parameters
+    device: torch.device  # where gradients are summed
 
 
 class ShardedGradients(GradientFlow):
@@ -84,6 +85,7 @@ class ShardedGradients(GradientFlow):
         self._all_gather = collectives.all_gather
         self._routing = collectives.routing
         self._gathered = collectives.gathered
+        self._sum_device = collectives.device
         self._parameters = [p for record in parts.records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._unsummed: set[ManagedParameter] = set()  # retained gradients that are not reduced yet
@@ -102,8 +104,8 @@ class ShardedGradients(GradientFlow):
             if self._gathered is not None:
                 self._gathered.join(container.name, container.units)
         unit = parameter.unit
-        flat = self._flat(parameter, gradient).wait()
         if self._keeps_whole and not self._may_update_early(unit):
+            flat = self._flat(parameter, gradient).wait()
             if parameter in self._retained and parameter not in self._unsummed:
                 raise UsageError(
                     f"{parameter.name!r} got another gradient after its gradients were summed over ranks\n"
@@ -112,6 +114,7 @@ class ShardedGradients(GradientFlow):
             self._retain(parameter, flat)
             self._unsummed.add(parameter)
             return
+        flat = self._flat_to_sum(parameter, gradient)
         self._make_room(flat.nbytes, unit)
         collected = self._collected.setdefault(unit, {})
         if parameter in collected:
@@ -121,6 +124,13 @@ class ShardedGradients(GradientFlow):
             collected[parameter] = flat
         if self._is_complete(unit):
             self._sum([(unit, list(collected))], Topic("gradient sum", unit.number, unit.name))
+
+    def _flat_to_sum(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient flat, in the record's dtype, on the device where ranks sum it."""
+        if self._sum_device.type == "cpu":
+            return self._flat(parameter, gradient).wait()
+        flat = self._flat_here(parameter, gradient)
+        return flat.to(self._sum_device, self._records[parameter.unit].dtype)
 
     def _is_complete(self, unit: Unit) -> bool:
         """True if all gradients expected in this backward are available."""
@@ -210,7 +220,7 @@ class ShardedGradients(GradientFlow):
         self._retained.read(parameter, flat)
         self._retained.release([parameter])
         self._unsummed.discard(parameter)
-        return flat
+        return flat.to(self._sum_device)
 
     def _arrived(self, unit: Unit, reduced: ReducedGradients) -> None:
         """A reduction was submitted: update with its result, or keep it."""

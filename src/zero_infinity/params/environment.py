@@ -19,6 +19,7 @@ from zero_infinity.params.precision import Precision, computes_with_buffers, mul
 from zero_infinity.params.unshard import store_of
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.tiers.compute_device import ComputeDevice
+from zero_infinity.tiers.torch_device import TorchDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class TrainingEnvironment:
     @property
     def device(self) -> torch.device:
         return self.accelerator.device if self.accelerator is not None else torch.device("cpu")
+
+    @property
+    def gradient_device(self) -> TorchDevice | None:
+        """The accelerator on which ranks sum gradients."""
+        return self.accelerator if isinstance(self.accelerator, TorchDevice) else None
 
     @property
     def device_memory(self) -> int | None:

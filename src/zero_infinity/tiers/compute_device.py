@@ -9,6 +9,7 @@ Everything above uses `ComputeDevice`. Implementations:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -63,6 +64,12 @@ class ComputeDevice(Protocol):
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         """Copy host memory to the device. `source` must not change before the transfer is done."""
 
+    def uploading(self) -> AbstractContextManager[None]:
+        """Inside, what this thread launches runs in the order of uploads."""
+
+    def uploaded(self) -> DeviceTransfer:
+        """Return what was launched inside `uploading`, and all uploads, so far."""
+
     def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         """Return a copy in host memory, to be read when the transfer is done. `source` may be freed at once."""
 
@@ -103,6 +110,12 @@ class CpuDevice:
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         target.copy_(source)
+        return FINISHED
+
+    def uploading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def uploaded(self) -> DeviceTransfer:
         return FINISHED
 
     def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:

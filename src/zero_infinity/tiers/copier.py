@@ -222,18 +222,24 @@ class Copier:
                 self._copy(copy)
 
     def _copy(self, copy: DeviceCopy) -> None:
-        source, block = copy.source, copy.source.the_block()
+        source = copy.source
+        if copy.is_dropped:
+            with self._store.reading(source.the_block()):
+                return
+        copy.memory = self.device.allocate(_num_bytes(source))
+        copy.made(self._load(source, source.num_elements, copy.flat()))
+
+    def _load(self, source: CopySource, num_elements: int, target: torch.Tensor) -> DeviceTransfer:
+        """Copy a unit's block, or a part of it, to the device as soon as the block is in memory."""
+        block = source.the_block()
         while self._under_way and self._must_finish_before(block):
             self._finish_oldest()
-        if not copy.is_dropped:
-            copy.memory = self.device.allocate(_num_bytes(source))
         with ExitStack() as reading:
             memory = reading.enter_context(self._store.reading(block))
-            if copy.memory is not None:
-                transfer = self._upload(source, memory.view(source.dtype), copy.flat())
-                copy.made(transfer)
-                if not transfer.is_done:
-                    self._under_way.append((transfer, block, reading.pop_all()))
+            transfer = self._upload(source, memory.view(source.dtype)[:num_elements], target)
+            if not transfer.is_done:
+                self._under_way.append((transfer, block, reading.pop_all()))
+        return transfer
 
     def _must_finish_before(self, block: Block) -> bool:
         """True if a copy has to be done before this block is read: one at a time reads a block.
@@ -253,23 +259,25 @@ class Copier:
 
     def _gather(self, channel: Channel, task: _Task) -> None:
         """All-gather these units, including dropped ones: the other ranks take part."""
-        wholes: list[tuple[torch.Tensor, Sequence[Span]]] = []
-        for copy in task.copies:
-            source = copy.source
-            with self._store.reading(source.the_block()) as memory:
+        with self.device.uploading():
+            wholes: list[tuple[torch.Tensor, Sequence[Span]]] = []
+            for copy in task.copies:
+                source = copy.source
                 copy.memory = self.device.allocate(_num_bytes(source))
                 whole = copy.flat()
                 if source.dtype != source.compute_dtype:
                     whole = torch.empty(source.num_elements, dtype=source.dtype, device=whole.device)
-                stored = memory.view(source.dtype)[: len(source.stored)]
-                self._upload(source, stored, whole[source.stored.start : source.stored.stop]).wait()
+                self._load(source, len(source.stored), whole[source.stored.start : source.stored.stop])
                 wholes.append((whole, source.spans))
-        topic = Topic("parameter gather", task.number, task.name)
-        channel.agree(topic)
-        channel.gather(topic, wholes)
-        for copy, (whole, _) in zip(task.copies, wholes, strict=True):
-            if whole.dtype != copy.source.compute_dtype:
-                copy.flat().copy_(whole)
+            topic = Topic("parameter gather", task.number, task.name)
+            channel.agree(topic)
+            channel.gather(topic, wholes)
+            for copy, (whole, _) in zip(task.copies, wholes, strict=True):
+                if whole.dtype != copy.source.compute_dtype:
+                    copy.flat().copy_(whole)
+            gathered = self.device.uploaded()
+        for copy in task.copies:
+            copy.made(gathered)
 
 
 def _num_bytes(source: CopySource) -> int:

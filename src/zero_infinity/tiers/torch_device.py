@@ -10,6 +10,8 @@ Only public, device-generic torch API is used (`torch.accelerator`, `torch.Strea
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -45,6 +47,7 @@ class TorchDevice:
         self._device = indexed(device)
         self._up = torch.Stream(self._device)
         self._down = torch.Stream(self._device)
+        self._reduce = torch.Stream(self._device)
         self._memory = MemoryPool(self._device, self._up, budget)
         self._ring = PinnedRing(budget)
 
@@ -76,6 +79,31 @@ class TorchDevice:
             event = self._down.record_event()
         source.record_stream(self._down)  # its memory must not be reused before it is copied
         return target, StreamTransfer(self._device, event)
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Inside, this thread launches on the stream of uploads, in their order."""
+        with self._up:
+            yield
+
+    def uploaded(self) -> DeviceTransfer:
+        """Return what is launched on the stream of uploads so far."""
+        return StreamTransfer(self._device, self._up.record_event())
+
+    def computed(self) -> torch.Event:
+        """Return an event after what this thread has launched so far."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    @contextmanager
+    def reducing(self, computed: torch.Event) -> Iterator[None]:
+        """Inside, this thread launches on the stream of reductions, after `computed`."""
+        with self._reduce:
+            self._reduce.wait_event(computed)
+            yield
+
+    def read_by_reduction(self, gradient: torch.Tensor) -> None:
+        """The memory of this gradient is reused only after what the stream of reductions does until now."""
+        gradient.record_stream(self._reduce)
 
     def close(self) -> None:
         torch.accelerator.synchronize(self._device)
