@@ -39,6 +39,7 @@ from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import ParameterOwner, Unsharder
 from zero_infinity.policy.memory_budget import copy_lookahead
+from zero_infinity.storage.pinning import accelerator_pinning
 from zero_infinity.tiers.compute_device import ComputeDevice, CpuDevice, memory_of
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
 from zero_infinity.tiers.host_cache import SpareBytes
@@ -125,7 +126,9 @@ class EngineBuilder:
         """Return the store of a model built by `zi.init`, else a new one."""
         for owner in self.layout.built_by:
             return owner.parameter_store
-        return ParameterStore(self._config, self.ranks, self._environment.budget, parts)
+        device = self._environment.device
+        pinning = accelerator_pinning(device) if device.type != "cpu" else None
+        return ParameterStore(self._config, self.ranks, self._environment.budget, parts, pinning)
 
     def _title(self) -> str:
         """The title of a trace."""

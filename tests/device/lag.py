@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -52,6 +53,21 @@ def _make_backend(extension: ModuleType, store: Any, rank: int, size: int, timeo
     return extension.make_backend(gloo, rank, size)
 
 
+class Runtime:
+    """The calls of CUDA's runtime that pin memory: a device module that has them is used like CUDA."""
+
+    def __init__(self, extension: ModuleType) -> None:
+        self._extension = extension
+
+    def cudaHostRegister(self, address: int, num_bytes: int, _: int) -> int:
+        self._extension.host_register(address, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._extension.host_unregister(address)
+        return 0
+
+
 def _module(extension: ModuleType) -> ModuleType:
     """What torch expects of `torch.<device type>`."""
     module = ModuleType("torch.lag")
@@ -95,9 +111,9 @@ def _module(extension: ModuleType) -> ModuleType:
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed_all,
         "empty_cache": torch.accelerator.memory.empty_cache,
-        "host_register": extension.host_register,
-        "host_unregister": extension.host_unregister,
     }
+    if os.environ.get("TEST_DEVICE_PINS", "1") == "1":
+        names["cudart"] = lambda: Runtime(extension)
     for name, value in names.items():
         setattr(module, name, value)
     sys.modules["torch.lag"] = module

@@ -32,6 +32,7 @@ from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_engine import IOEngine
+from zero_infinity.storage.pinning import Pinning
 from zero_infinity.tiers.compute_thread import ComputeThread
 from zero_infinity.tiers.host_cache import HostCache
 from zero_infinity.tiers.update_worker import UpdateWorker
@@ -61,7 +62,12 @@ class ParameterStore:
     """The store of one model's parameters."""
 
     def __init__(
-        self, config: Config, ranks: RankGroup | None, budget: int, parts: EngineParts = DEFAULT_PARTS
+        self,
+        config: Config,
+        ranks: RankGroup | None,
+        budget: int,
+        parts: EngineParts = DEFAULT_PARTS,
+        pinning: Pinning | None = None,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -73,7 +79,7 @@ class ParameterStore:
         trace = self.run_trace.trace if self.run_trace is not None else None
         if ranks is not None and trace is not None:
             ranks.trace_into(trace)
-        pool = BufferPool(budget)
+        pool = BufferPool(budget, pinning=pinning)
         engine = IOEngine(parts.make_device(config.nvme), trace=trace) if config.nvme else None
         self.store = BlockStore(pool, engine, verify=config.verify, trace=trace)
         self.update_worker = UpdateWorker(self.store, self.run_trace)

@@ -1,7 +1,7 @@
 """Pinned host memory: registers mapped memory with an accelerator, for asynchronous copies.
 
-Owns the calls to the accelerator's runtime that register mapped memory. `Arena` decides what to register and when; a
-`BufferPool` that is given no `Pinning`, as those of the engine, uses pageable memory.
+Owns the calls to the accelerator's runtime. `Arena` decides what to register and when; a `BufferPool` that is given no
+`Pinning` uses pageable memory, and uploads go through a ring of pinned buffers (`tiers/pinned_ring.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Pinning:
     synchronize: Callable[[], None]  # returns when no copy is in flight
 
 
-def accelerator_pinning() -> Pinning | None:
-    """Pinning for the current accelerator; None without one, or if it has no call to register memory."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type != "cuda":
+def accelerator_pinning(device: torch.device) -> Pinning | None:
+    """Pinning for copies to and from a device; None if its runtime has no call to register memory."""
+    make_runtime = getattr(torch.get_device_module(device), "cudart", None)  # CUDA, and ROCm under the same name
+    if make_runtime is None:
         return None
-    runtime = torch.cuda.cudart()
+    runtime = make_runtime()
 
     def register(address: int, num_bytes: int) -> None:
         error = int(runtime.cudaHostRegister(address, num_bytes, 0))
@@ -39,6 +39,8 @@ def accelerator_pinning() -> Pinning | None:
             )
 
     def unregister(address: int) -> None:
-        torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+        error = int(runtime.cudaHostUnregister(address))
+        if error != 0:
+            raise RuntimeError(f"the accelerator did not unpin host memory (error {error})")
 
-    return Pinning(register, unregister, torch.accelerator.synchronize)
+    return Pinning(register, unregister, lambda: torch.accelerator.synchronize(device))

@@ -43,15 +43,15 @@ def sharding(stage: ZeroStage) -> Sharding:
 @pytest.mark.parametrize(
     ("stage", "made"),
     [
-        (ZeroStage.NONE, {("steps", None), ("gradients", None)}),
-        (ZeroStage.OPTIMIZER, {("steps", None), ("gradients", None), ("parameters", None)}),
-        (ZeroStage.GRADIENTS, {("steps", None), ("gradients", None), ("parameters", None)}),
-        (ZeroStage.PARAMETERS, {("steps", None), ("gradients", None), ("parameters", CPU)}),
+        (ZeroStage.NONE, {("steps", None), ("gradients", CPU)}),
+        (ZeroStage.OPTIMIZER, {("steps", None), ("gradients", CPU), ("parameters", None)}),
+        (ZeroStage.GRADIENTS, {("steps", None), ("gradients", CPU), ("parameters", None)}),
+        (ZeroStage.PARAMETERS, {("steps", None), ("gradients", CPU), ("parameters", CPU)}),
     ],
 )
 def test_a_stage_has_the_channels_that_it_needs(stage: ZeroStage, made: set[tuple[str, torch.device | None]]) -> None:
     ranks = Ranks([2, 100])
-    channels = connect(cast(RankGroup, ranks), sharding(stage), {0: "a", 1: "b"}, 100, CPU)
+    channels = connect(cast(RankGroup, ranks), sharding(stage), {0: "a", 1: "b"}, 100, CPU, CPU)
     assert set(ranks.made) == made
     assert len(ranks.made) == len(made), "one for each thread"
     assert (channels.copies is not None) is (stage is ZeroStage.PARAMETERS)
@@ -62,7 +62,7 @@ def test_a_stage_has_the_channels_that_it_needs(stage: ZeroStage, made: set[tupl
 
 def test_ranks_with_different_models_are_told_apart() -> None:
     with pytest.raises(UsageError) as caught:
-        connect(cast(RankGroup, Ranks([3, 12345])), sharding(ZeroStage.NONE), {0: "a"}, 1000, None)
+        connect(cast(RankGroup, Ranks([3, 12345])), sharding(ZeroStage.NONE), {0: "a"}, 1000, None, CPU)
     assert str(caught.value) == (
         "rank 1 has a model of 3 units and 12,345 elements, rank 0 one of 1 units and 1,000 elements\n"
         "  fix:   build the same model on every rank"
