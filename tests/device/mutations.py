@@ -19,6 +19,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 PACKAGE = PROJECT / "src" / "zero_infinity"
 TRANSFERS = "tests/device/test_transfers.py"
+MEMORY = "tests/device/test_torch_device.py"
 RANKS = "tests/device/test_ranks.py"
 
 
@@ -57,24 +58,28 @@ MUTATIONS = [
         DEVICE,
         "                base, events = self._free.pop(found)\n                self._wait_for(events)",
         "                base, events = self._free.pop(found)",
+        tests=MEMORY,
     ),
     Mutation(
         "freed memory waits for its readers",
         DEVICE,
         "        base, events = self._free.pop(0)\n        self._wait_for(events)",
         "        base, events = self._free.pop(0)",
+        tests=MEMORY,
     ),
     Mutation(
         "streams that use a copy are noted",
         DEVICE,
         "        self._streams[torch.accelerator.current_stream(self._pool.device)] = None",
         "        pass",
+        tests=MEMORY,
     ),
     Mutation(
         "memory of a user's tensor is recorded",
         DEVICE,
         "                    base.record_stream(stream)",
         "                    pass",
+        tests=MEMORY,
     ),
     Mutation(
         "a reduction waits for computing", DEVICE, "            self._reduce.wait_event(computed)\n", "", tests=RANKS
@@ -91,9 +96,10 @@ MUTATIONS = [
         "tiers/pinned_ring.py",
         "            event.synchronize()",
         "            pass",
+        tests=MEMORY,
         pins="0",
     ),
-    Mutation("buffers of the ring are pinned", "tiers/pinned_ring.py", ", pin_memory=True)", ")", pins="0"),
+    Mutation("buffers of the ring are pinned", "tiers/pinned_ring.py", ", pin_memory=True)", ")", MEMORY, "0"),
     Mutation(
         "a block is held until the device has read it",
         "tiers/copier.py",

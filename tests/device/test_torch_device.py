@@ -1,0 +1,83 @@
+"""Device memory that is reused while kernels still read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.device import DEVICE, EXTENSION, WHY_NOT
+
+from zero_infinity.tiers.torch_device import TorchDevice
+
+if EXTENSION is None:
+    pytest.skip(str(WHY_NOT), allow_module_level=True)
+
+SIZE = 4096
+
+
+@pytest.fixture(autouse=True)
+def _slow_kernels() -> Iterator[None]:
+    """A kernel takes 20 ms; copies take nothing, and overtake it unless they wait."""
+    EXTENSION.set_delays(kernel_seconds=0.02)
+    yield
+    torch.accelerator.synchronize(DEVICE)
+    EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+
+
+def pinned(value: int, num_bytes: int = SIZE) -> torch.Tensor:
+    return torch.full((num_bytes,), value, dtype=torch.uint8).pin_memory()
+
+
+def read_slowly(device: TorchDevice, value: int) -> tuple[object, torch.Tensor]:
+    """Memory with a copy in it, and the result of a kernel that has not read it yet."""
+    memory = device.allocate(SIZE)
+    device.upload(pinned(value), memory.tensor()).order()
+    memory.used()
+    return memory, memory.tensor() + 0
+
+
+def test_an_upload_into_reused_memory_waits_for_its_readers() -> None:
+    device = TorchDevice(DEVICE, 2 * SIZE)
+    memory, read = read_slowly(device, 1)
+    address = memory.tensor().data_ptr()
+    memory.release()
+    again = device.allocate(SIZE)
+    assert again.tensor().data_ptr() == address
+    device.upload(pinned(2), again.tensor())
+    torch.accelerator.synchronize(DEVICE)
+    assert read.eq(1).all()
+
+
+def test_memory_that_goes_back_to_torch_waits_for_its_readers() -> None:
+    device = TorchDevice(DEVICE, 2 * SIZE)
+    memory, read = read_slowly(device, 1)
+    memory.release()
+    device.allocate(2 * SIZE)  # does not fit beside the free one
+    torch.accelerator.synchronize(DEVICE)
+    assert read.eq(1).all()
+
+
+def test_memory_of_a_tensor_that_outlives_its_release_waits_for_its_readers() -> None:
+    device = TorchDevice(DEVICE, 2 * SIZE)
+    memory = device.allocate(SIZE)
+    device.upload(pinned(1), memory.tensor()).order()
+    memory.used()
+    kept = memory.tensor()
+    memory.release()
+    read = kept + 0
+    del kept
+    torch.accelerator.synchronize(DEVICE)
+    assert read.eq(1).all()
+
+
+def test_an_unpinned_source_may_change_at_once_and_is_converted() -> None:
+    device = TorchDevice(DEVICE, 1 << 20)
+    target = torch.empty(200_000, dtype=torch.bfloat16, device=DEVICE)
+    source = torch.full((200_000,), 3.0)
+    EXTENSION.set_delays(bytes_per_second=20e6)
+    transfer = device.upload(source, target)
+    source.zero_()
+    transfer.wait()
+    assert target.cpu().eq(3).all()
+    assert EXTENSION.counts(DEVICE.index)["unpinned"] == 0
