@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -100,3 +101,15 @@ def test_the_computing_threads_never_wait_for_the_device() -> None:
     zi.synchronize(model)
     assert not waits, (by_thread, threading.enumerate())
     assert loss.item() > 0
+
+
+@pytest.mark.skipif(
+    os.environ.get("TEST_DEVICE_PINS") == "0", reason="the device's runtime cannot register memory here"
+)
+def test_the_host_cache_is_pinned() -> None:
+    model = mlp()
+    model, _ = zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))
+    engine = zi.api.engine_of(model)
+    block = engine.units[0].the_block()
+    engine.host_cache.bring(block)
+    assert engine.store.lease(block).is_pinned()
