@@ -30,7 +30,8 @@ from zero_infinity.params.unit import ManagedParameter, Unit, make_unit, managea
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import Unsharder
-from zero_infinity.policy.memory_budget import Home, home_while_building, room_while_building
+from zero_infinity.policy.homes import Home, home_while_building
+from zero_infinity.policy.memory_budget import room_while_building
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.heap import trim_heap
 from zero_infinity.tiers.compute_device import CpuDevice, memory_of

@@ -38,7 +38,7 @@ from zero_infinity.params.unit import refuse_shared_memory
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import ParameterOwner, Unsharder
-from zero_infinity.policy.memory_budget import copy_lookahead
+from zero_infinity.policy.lookahead import copy_lookahead
 from zero_infinity.storage.pinning import accelerator_pinning
 from zero_infinity.tiers.compute_device import ComputeDevice, CpuDevice, memory_of
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.compare import engine_threads, wait_for_end
 
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size, homes
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -28,8 +28,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
-    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(homes, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", 4096)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_infinity as zi
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.unit import Unit
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import lookahead
 from zero_infinity.tiers.device_cache import DeviceCache
 
 FAST = {"bytes_per_second": 1e12, "latency_seconds": 0.0}
@@ -316,5 +316,5 @@ def asked_for_in_time(tmp_path: Path) -> float:
 
 def test_what_comes_next_is_on_its_way_while_a_layer_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for_in_time(tmp_path) == 1.0
-    monkeypatch.setattr(memory_budget, "_COPY_LOOKAHEAD_SHARE", 0.0)
+    monkeypatch.setattr(lookahead, "_COPY_LOOKAHEAD_SHARE", 0.0)
     assert asked_for_in_time(tmp_path) < 0.8, "without looking ahead only what was kept is there"

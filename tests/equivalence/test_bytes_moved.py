@@ -12,7 +12,7 @@ from torch import nn
 import zero_infinity as zi
 from zero_infinity.api import engine_of
 from zero_infinity.engine import TrainingEngine
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size
 
 
 def deep() -> nn.Module:
@@ -48,7 +48,7 @@ class Plan:
 
 @pytest.mark.parametrize("share", [2, 4])
 def test_counters_equal_the_plan(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 16 * 1024)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", 16 * 1024)
     model = deep()
     states = sum(p.numel() for p in model.parameters()) * 12
     adamw = torch.optim.AdamW(model.parameters())

@@ -9,10 +9,10 @@ from support.compare import MINIMAL, SETTINGS, Setting, adamw, compare, minimal_
 from support.models import CASES, mean_square, mlp, vectors
 
 import zero_infinity as zi
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size, homes
 
-_SMALL_BYTES = memory_budget._SMALL_BYTES
-_MIN_CHUNK_BYTES = memory_budget._MIN_CHUNK_BYTES
+_SMALL_BYTES = homes._SMALL_BYTES
+_MIN_CHUNK_BYTES = chunk_size.MIN_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -52,7 +52,7 @@ def test_checksums_and_striping_change_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_usual_block_sizes(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own rules for what is small and how large a chunk is, on a model that is large enough for them."""
-    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", _SMALL_BYTES)
-    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", _MIN_CHUNK_BYTES)
+    monkeypatch.setattr(homes, "_SMALL_BYTES", _SMALL_BYTES)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", _MIN_CHUNK_BYTES)
     make = lambda: mlp(width=384, depth=5)
     compare(make, training(vectors(384, 4), mean_square, num_steps=4), adamw, setting, tmp_path)

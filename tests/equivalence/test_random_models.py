@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity.activations import offload
-from zero_infinity.policy import memory_budget
 
 # The profiles of tests/conftest.py are for examples that take milliseconds.
 NUM_EXAMPLES = 40 if settings.default.max_examples <= 50 else settings.default.max_examples
@@ -153,7 +153,7 @@ class Room:
 
     fraction: float
     nvme: bool
-    constants: tuple[tuple[str, float], ...]  # of `placement`
+    constants: tuple[tuple[str, float], ...]  # of `zero_infinity.policy`
     saved: int | None = None  # bytes of the smallest saved tensor that is kept in blocks
 
 
@@ -172,11 +172,11 @@ rooms = st.builds(
     fraction=st.just(0.0) | st.floats(0, 0.5) | st.floats(0, 1),
     nvme=st.sampled_from([True, True, True, False]),
     constants=st.tuples(
-        st.tuples(st.just("_SMALL_BYTES"), st.sampled_from([0, 2048, 256 * 1024])),
-        st.tuples(st.just("_SMALL_SHARE"), st.sampled_from([1 / 16, 1 / 4])),
-        st.tuples(st.just("_MIN_CHUNK_BYTES"), st.sampled_from([4096, 8192, 64 * 1024])),
-        st.tuples(st.just("_MAX_CHUNK_BYTES"), st.sampled_from([64 * 1024, 16 * 1024 * 1024])),
-        st.tuples(st.just("_LOOKAHEAD_SHARE"), st.sampled_from([0.0, 1 / 3, 1.0])),
+        st.tuples(st.just("homes._SMALL_BYTES"), st.sampled_from([0, 2048, 256 * 1024])),
+        st.tuples(st.just("homes._SMALL_SHARE"), st.sampled_from([1 / 16, 1 / 4])),
+        st.tuples(st.just("chunk_size.MIN_CHUNK_BYTES"), st.sampled_from([4096, 8192, 64 * 1024])),
+        st.tuples(st.just("chunk_size.MAX_CHUNK_BYTES"), st.sampled_from([64 * 1024, 16 * 1024 * 1024])),
+        st.tuples(st.just("lookahead._LOOKAHEAD_SHARE"), st.sampled_from([0.0, 1 / 3, 1.0])),
     ),
     saved=st.sampled_from([None, None, 64, 400]),
 )
@@ -195,10 +195,12 @@ def test_a_random_model(program: Program, loop: Loop, room: Room, tmp_path_facto
     small = room.saved if room.saved is not None else offload._SMALL_BYTES
     with (
         nothing_left(),
-        mock.patch.multiple(memory_budget, **dict(room.constants)),
+        ExitStack() as patches,
         mock.patch.object(offload, "_SMALL_BYTES", small),
         warnings.catch_warnings(action="ignore", category=zi.ConfigWarning),  # no room for some saved tensors
     ):
+        for name, value in room.constants:
+            patches.enter_context(mock.patch(f"zero_infinity.policy.{name}", value))
         check(program, loop, room, tmp_path_factory.getbasetemp())
 
 

@@ -21,15 +21,15 @@ import zero_infinity as zi
 from zero_infinity.checkpoint import dtype_conversion, file_io
 from zero_infinity.checkpoint.file_io import OpenFile
 from zero_infinity.checkpoint.shard_writer import ShardWriter
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size, homes
 
 Pair = tuple[nn.Module, Any]
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(homes, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", 4096)
 
 
 def prepared(directory: Path, model: nn.Module | None = None, **changes: Any) -> Pair:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import zero_infinity as zi
 from zero_infinity import api
 from zero_infinity.engine_parts import EngineParts
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size, homes
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.striped_files import FileDevice
 
@@ -38,8 +38,8 @@ from zero_infinity.storage.striped_files import FileDevice
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
-    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(homes, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", 4096)
 
 
 def deep() -> nn.Module:

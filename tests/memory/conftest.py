@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size, homes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,5 +24,5 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
-    monkeypatch.setattr(memory_budget, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(memory_budget, "_MIN_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(homes, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", 4096)

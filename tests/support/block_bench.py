@@ -11,7 +11,7 @@ import torch
 from support.blocks import write_block
 from support.fake_device import FakeDevice, FakeFault, FakeRequest
 from support.patience import SECONDS, wait_until
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool

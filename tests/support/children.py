@@ -13,9 +13,9 @@ import os, signal, sys, threading, time
 import torch
 from torch import nn
 import zero_infinity as zi
-from zero_infinity.policy import memory_budget
-memory_budget._SMALL_BYTES = 0
-memory_budget._MIN_CHUNK_BYTES = 4096
+from zero_infinity.policy import chunk_size, homes
+homes._SMALL_BYTES = 0
+chunk_size.MIN_CHUNK_BYTES = 4096
 torch.set_num_threads(1)
 
 def make(depth=8, width=64):

@@ -29,6 +29,7 @@ from support.patience import SECONDS
 from zero_infinity import model_layout as layout_module
 from zero_infinity.params import offloaded_param
 from zero_infinity.policy import memory_budget
+from zero_infinity.policy.unit_sizes import UnitSize
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -251,7 +252,7 @@ def _outcome(run: Run, stats: zi.Stats | None = None) -> Outcome:
 # ---------------------------------------------------------------------- budgets
 
 
-Asked = tuple[Sequence[memory_budget.UnitSize], Sequence[tuple[str, int]]]
+Asked = tuple[Sequence[UnitSize], Sequence[tuple[str, int]]]
 
 
 class _Captured(Exception):
@@ -263,9 +264,7 @@ class _Captured(Exception):
 def asked_of_place(make: MakeModel, optimizer: MakeOptimizer, **config: Any) -> Asked:
     """What `prepare` asks `place` to find room for."""
 
-    def capture(
-        sizes: Sequence[memory_budget.UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any
-    ) -> None:
+    def capture(sizes: Sequence[UnitSize], _: int, together: Sequence[tuple[str, int]], **__: Any) -> None:
         raise _Captured((sizes, together))
 
     with mock.patch.object(layout_module, "place", capture):
@@ -297,7 +296,7 @@ def least_device_memory(make: MakeModel) -> int:
     return 3 * max(by_module) + (64 << 10)
 
 
-def _state_bytes(size: memory_budget.UnitSize) -> int:
+def _state_bytes(size: UnitSize) -> int:
     return size.parameters + size.record + size.gradients
 
 

@@ -12,13 +12,13 @@ from support.prompt import let_nothing_lag
 from zero_infinity.api import engine_of
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
-from zero_infinity.policy import memory_budget
+from zero_infinity.policy import chunk_size, homes
 
 
 def small_blocks() -> None:
     """Units of a few KiB are moved like large ones, and their records are cut into several chunks."""
-    memory_budget._SMALL_BYTES = 0
-    memory_budget._MIN_CHUNK_BYTES = 4096
+    homes._SMALL_BYTES = 0
+    chunk_size.MIN_CHUNK_BYTES = 4096
 
 
 def mlp(depth: int = 4, width: int = 48) -> nn.Module:

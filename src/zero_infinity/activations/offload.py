@@ -29,7 +29,8 @@ from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config, ConfigWarning
 from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.interrupts import held
-from zero_infinity.policy.memory_budget import Home, MemoryDivision
+from zero_infinity.policy.homes import Home
+from zero_infinity.policy.memory_budget import MemoryDivision
 from zero_infinity.policy.partition import Span
 from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 from zero_infinity.units import format_bytes

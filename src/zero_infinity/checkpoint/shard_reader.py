@@ -18,7 +18,7 @@ from zero_infinity.checkpoint.manifest import StateEntry
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.params.unit import Unit
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 
 # Open blocks may take this part of the cache; one block is always allowed.

@@ -26,7 +26,7 @@ from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressM
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_element
 from zero_infinity.checkpoint.training_view import TrainingView
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.checksum import crc32
 

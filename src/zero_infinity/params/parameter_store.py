@@ -25,7 +25,7 @@ from zero_infinity.params.offloaded_param import ParameterAccess
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unit_access import StorageIndex
 from zero_infinity.params.unit_values import HostValues, ValueSources
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import ONE_RANK, RankPartition, Sharding
 from zero_infinity.policy.zero_stage import ZeroStage
 from zero_infinity.run_trace import RunTrace

@@ -12,8 +12,9 @@ from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.home_tiers import HomeTiers
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.training_job import Workload
-from zero_infinity.policy.memory_budget import Home, MemoryDivision, SharedBuffers, UnitSize, place, shared_buffers
-from zero_infinity.policy.unit_sizes import UnitElements, copy_bytes, unit_size
+from zero_infinity.policy.homes import Home
+from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers
+from zero_infinity.policy.unit_sizes import UnitElements, UnitSize, copy_bytes, unit_size
 from zero_infinity.units import format_bytes
 
 

@@ -15,8 +15,11 @@ from zero_infinity.planner.home_tiers import HomeTiers, StateNeed, choose_homes,
 from zero_infinity.planner.host_division import HostPlan, divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.training_job import HomeRule, TrainingJob, Workload
-from zero_infinity.policy.memory_budget import Home, MemoryDivision, UnitSize, copy_lookahead
+from zero_infinity.policy.homes import Home
+from zero_infinity.policy.lookahead import copy_lookahead
+from zero_infinity.policy.memory_budget import MemoryDivision
 from zero_infinity.policy.tile_sizes import default_tile_bytes
+from zero_infinity.policy.unit_sizes import UnitSize
 from zero_infinity.units import format_bytes
 
 # A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of

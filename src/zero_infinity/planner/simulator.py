@@ -25,9 +25,9 @@ from zero_infinity.planner.simulated_host import SimulatedHost
 from zero_infinity.planner.step_program import OperatorRun, StepPhase, step
 from zero_infinity.planner.training_job import HomeRule
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
-from zero_infinity.policy.memory_budget import copy_lookahead
+from zero_infinity.policy.chunk_size import chunk_elements
+from zero_infinity.policy.lookahead import copy_lookahead
 from zero_infinity.policy.sizes import round_up
-from zero_infinity.policy.unit_sizes import chunk_elements
 from zero_infinity.trace import WAIT, Category, Trace
 from zero_infinity.units import format_bytes
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_infinity.policy.memory_budget import Home, UnitSize
-from zero_infinity.policy.sizes import GRAIN, round_up
+from zero_infinity.policy.homes import Home
+from zero_infinity.policy.sizes import ALIGNMENT, GRAIN, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,24 @@ class UnitElements:
     stored: int  # of the parameters, on this rank
     trained: int  # on all ranks together
     updated: int  # on this rank
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """Bytes of one unit on this rank."""
+
+    name: str
+    parameters: int
+    record: int
+    gradients: int  # kept until the update
+    arriving: int  # in memory before they are used or kept
+    home: Home | None = None  # if it was decided earlier
+    copied: int = 0  # the copy that modules compute with; 0 if they compute with the stored parameters
+
+    def total(self, chunk_bytes: int) -> int:
+        """All of it in blocks, each of whole pages."""
+        num_chunks = -(-max(self.record, self.gradients) // chunk_bytes)
+        return round_up(self.parameters) + self.record + self.gradients + 2 * ALIGNMENT * num_chunks
 
 
 def stored_bytes(num_elements: int, element_bytes: int) -> int:
@@ -67,11 +85,3 @@ def unit_size(
         home=home,
         copied=copied,
     )
-
-
-def chunk_elements(chunk_bytes: int, widths: ElementBytes) -> int:
-    """Elements in one chunk of a unit's optimizer record and gradient: whole grains, at least one.
-
-    A chunk's record and its gradient each take at most `chunk_bytes`; an optimizer without states has only the latter.
-    """
-    return max(GRAIN, chunk_bytes // max(widths.record, widths.gradient) // GRAIN * GRAIN)

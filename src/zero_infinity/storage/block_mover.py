@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block, BlockStay, Residence
 from zero_infinity.storage.block_io import BlockIO
 from zero_infinity.storage.buffer import Buffer

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from zero_infinity.errors import EngineClosedError, UsageError
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block, BlockUse, Residence, UseKind
 from zero_infinity.storage.block_io import BlockIO
 from zero_infinity.storage.block_mover import BlockMover

@@ -13,7 +13,7 @@ import torch
 from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.cache_policy import NoRoomError
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.io_types import Priority

@@ -25,7 +25,7 @@ from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.precision import Precision
 from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit, own_parameters
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.policy.sizes import round_up
 from zero_infinity.policy.tile_sizes import default_tile_bytes, rows_per_tile

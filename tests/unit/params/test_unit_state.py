@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_infinity.params.unit_state import Origin, ParameterState, Pending, UnitState, Visibility
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 
 

@@ -12,7 +12,8 @@ from zero_infinity.planner.home_tiers import HomeTiers
 from zero_infinity.planner.host_division import divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import transformer
 from zero_infinity.planner.training_job import SINGLE, TrainingJob, Workload
-from zero_infinity.policy.memory_budget import Home, SharedBuffers, place
+from zero_infinity.policy.homes import Home
+from zero_infinity.policy.memory_budget import SharedBuffers, place
 
 MIB = 2**20
 MODEL = transformer(12, 512, 8, 128)  # 38M parameters

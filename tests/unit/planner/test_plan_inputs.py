@@ -10,7 +10,7 @@ from zero_infinity.planner.hardware import load
 from zero_infinity.planner.model_shapes import known, transformer
 from zero_infinity.planner.plan_inputs import prepare
 from zero_infinity.planner.training_job import SINGLE, HomeRule, TrainingJob
-from zero_infinity.policy.memory_budget import copy_lookahead
+from zero_infinity.policy.lookahead import copy_lookahead
 
 MIB = 2**20
 MODEL = transformer(12, 512, 8, 128, vocabulary=1000)

@@ -5,26 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.unit_sizes import adam
 
 import zero_infinity as zi
-from zero_infinity.policy.memory_budget import (
-    Home,
-    MemoryDivision,
-    SharedBuffers,
-    UnitSize,
-    copy_lookahead,
-    home_while_building,
-    place,
-    room_while_building,
-    shared_buffers,
-)
+from zero_infinity.policy.homes import Home
+from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, room_while_building, shared_buffers
+from zero_infinity.policy.unit_sizes import UnitSize
 
 MIB = 2**20
-
-
-def adam(name: str, parameters: int) -> UnitSize:
-    """What a unit takes with AdamW in float32."""
-    return UnitSize(name, parameters, 2 * parameters, parameters, parameters)
 
 
 def least(units: list[UnitSize], together: list[tuple[str, int]], *, nvme: bool) -> int:
@@ -101,19 +89,6 @@ def test_what_is_needed_together_counts_together() -> None:
         place(units, 64 * MIB, [("attention", 60 * MIB)], nvme=True)
 
 
-def test_small_units_stay_while_they_are_a_sliver() -> None:
-    units = [adam("norm", 4096), adam("matrix", 64 * MIB)]
-    roomy = place(units, 512 * MIB, [], nvme=True)
-    assert roomy.homes == (Home.RAM, Home.NVME)
-    many = [adam(f"norm{number}", 200_000) for number in range(100)]
-    assert set(place(many, 16 * MIB, [], nvme=True).homes) == {Home.NVME}
-
-
-def test_a_home_that_was_decided_before_is_kept() -> None:
-    decided = UnitSize("norm", 4096, 8192, 4096, 4096, home=Home.NVME)
-    assert place([decided, adam("matrix", 64 * MIB)], 512 * MIB, [], nvme=True).homes == (Home.NVME, Home.NVME)
-
-
 def test_when_everything_fits_the_cache_holds_everything() -> None:
     units = [adam(name, 4 * MIB) for name in "abcd"]
     found = place(units, 1024 * MIB, [], nvme=True)
@@ -127,29 +102,6 @@ def test_small_gradients_have_room_beside_the_largest() -> None:
     found = place(units, 128 * MIB, [], nvme=True)
     assert found.homes == (Home.NVME,) * 8 + (Home.RAM,) * 16
     assert found.set_aside == 16 * MIB + 16 * (8 << 10)
-
-
-@pytest.mark.parametrize("budget", [40 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB])
-def test_beside_what_is_needed_at_once_there_is_room_for_four_chunks(budget: int) -> None:
-    """A chunk grows with the cache, and does not make the least budget grow."""
-    found = place([adam(f"{number}", 12 * MIB) for number in range(64)], budget, [], nvme=True)
-    assert 12 * MIB + 4 * found.chunk_bytes <= found.cache
-    assert found.chunk_bytes <= max(256 << 10, found.cache / 12 + MIB)  # to a whole huge page
-
-
-def test_what_is_fetched_ahead_is_two_large_units_with_their_records_and_the_rest_is_kept() -> None:
-    units = [adam(f"layer {number}", 16 * MIB) for number in range(30)]
-    found = place(units, 700 * MIB, [], nvme=True)
-    assert found.lookahead == 96 * MIB
-    assert found.cache > 500 * MIB
-    small = [adam(f"layer {number}", MIB) for number in range(300)]
-    assert place(small, 700 * MIB, [], nvme=True).lookahead == 64 * MIB
-
-
-def test_a_small_cache_is_mostly_for_what_comes_next() -> None:
-    units = [adam(f"layer {number}", 16 * MIB) for number in range(18)]
-    found = place(units, 109 * MIB, [], nvme=True)
-    assert found.lookahead == int(0.9 * found.cache)
 
 
 def copied(*sizes: int) -> list[UnitSize]:
@@ -181,14 +133,5 @@ def test_buckets_are_there_twice_and_do_not_grow_with_the_model(memory: int, buc
     assert found.total == 2 * bucket
 
 
-def test_copies_are_made_ahead_as_far_as_a_third_of_their_room_allows() -> None:
-    assert copy_lookahead(300 * MIB) == 100 * MIB
-    assert copy_lookahead(0) == 0
-
-
-def test_a_model_that_is_built_keeps_small_units_while_they_are_a_sliver() -> None:
-    assert home_while_building(4096, 0, 512 * MIB, nvme=True) is Home.RAM
-    assert home_while_building(4096, 8 * MIB, 512 * MIB, nvme=True) is Home.NVME
-    assert home_while_building(MIB, 0, 512 * MIB, nvme=True) is Home.NVME
-    assert home_while_building(MIB, 0, 512 * MIB, nvme=False) is Home.RAM
+def test_units_gathered_while_a_model_is_built_have_a_quarter_of_the_memory() -> None:
     assert room_while_building(512 * MIB) == 128 * MIB

@@ -1,18 +1,8 @@
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from zero_infinity.policy.memory_budget import Home, UnitSize
+from zero_infinity.policy.homes import Home
 from zero_infinity.policy.sizes import ALIGNMENT, GRAIN
-from zero_infinity.policy.unit_sizes import (
-    ElementBytes,
-    UnitElements,
-    chunk_elements,
-    copy_bytes,
-    stored_bytes,
-    unit_size,
-)
+from zero_infinity.policy.unit_sizes import ElementBytes, UnitElements, UnitSize, copy_bytes, stored_bytes, unit_size
 
 ADAM = ElementBytes(parameter=4, record=8, gradient=4)
 MIXED = ElementBytes(parameter=2, record=12, gradient=4)
@@ -54,12 +44,3 @@ def test_a_copy_in_another_dtype_is_gathered_in_its_own_first() -> None:
     assert copy_bytes(MIB, stored=2, computed=4, staged=False) == 4 * MIB
     assert copy_bytes(MIB, stored=2, computed=4, staged=True) == 6 * MIB
     assert copy_bytes(10, stored=2, computed=4, staged=True) == 2 * ALIGNMENT
-
-
-@given(st.integers(1, 64 * MIB), st.sampled_from([ADAM, MIXED, ElementBytes(4, record=0, gradient=4)]))
-def test_chunks_are_whole_grains_that_fit(chunk_bytes: int, widths: ElementBytes) -> None:
-    elements = chunk_elements(chunk_bytes, widths)
-    widest = max(widths.record, widths.gradient)
-    assert elements % GRAIN == 0
-    assert elements == GRAIN or elements * widest <= chunk_bytes
-    assert (elements + GRAIN) * widest > chunk_bytes

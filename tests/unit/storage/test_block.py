@@ -8,7 +8,7 @@ import pytest
 from support.block_bench import PAGE, BlockBench
 
 from zero_infinity.errors import UsageError
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import BlockStay, Residence
 
 

@@ -15,7 +15,7 @@ from support.fake_device import FakeFault
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import CorruptionError, TransferError
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Residence
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool

@@ -11,7 +11,7 @@ from support.blocks import flush_blocks, read_block, write_block
 from support.patience import SECONDS
 
 from zero_infinity.errors import UsageError
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Residence
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool

@@ -20,7 +20,7 @@ from support.fake_device import FakeDevice, FakeRequest
 from support.patience import SECONDS
 
 from benchmarks.throttled_device import ThrottledDevice
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool

@@ -22,7 +22,7 @@ from support.blocks import read_block
 from support.fake_device import FakeDevice, FakeRequest
 from support.patience import SECONDS
 
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.buffer_pool import BufferPool

@@ -11,7 +11,7 @@ from support.block_bench import PAGE, BlockBench, wait_until
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.cache_policy import CachePolicy
-from zero_infinity.policy.memory_budget import Home
+from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Residence
 from zero_infinity.storage.io_types import Priority
 from zero_infinity.tiers.compute_thread import ComputeThread

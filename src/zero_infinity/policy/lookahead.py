@@ -1,0 +1,28 @@
+"""The prefetch distance: how many bytes are fetched or copied ahead of use. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_infinity.policy.unit_sizes import UnitSize
+
+# How far blocks are fetched ahead: twice the largest unit with its record, so that the drive is never idle while one
+# large unit is computed and updated, or at least the bytes below. The rest of the cache keeps blocks from one step to
+# the next and saves their transfers. A small cache looks ahead by at most this share of itself: at 1/8 of the states
+# 2/3 waits 4% of the time, 0.9 not at all, and both move as many bytes (dev/LOG.md, 2026-11-18).
+_LOOKAHEAD_SHARE = 0.9
+_LOOKAHEAD_UNITS = 2
+_LEAST_LOOKAHEAD_BYTES = 64 << 20
+# Copies are made ahead of use as far as this share of their room allows.
+_COPY_LOOKAHEAD_SHARE = 1 / 3
+
+
+def lookahead_bytes(moving: Sequence[UnitSize], cache: int) -> int:
+    """How many bytes of blocks are fetched ahead of use: units that move, in a cache of `cache` bytes."""
+    largest = max((u.parameters + u.record for u in moving), default=0)
+    return min(int(cache * _LOOKAHEAD_SHARE), max(_LOOKAHEAD_UNITS * largest, _LEAST_LOOKAHEAD_BYTES))
+
+
+def copy_lookahead(room: int) -> int:
+    """How many bytes of copies are made ahead of use, out of `room` bytes for copies."""
+    return int(room * _COPY_LOOKAHEAD_SHARE)
