@@ -9,7 +9,7 @@ The scale halves when a gradient overflows (that step is skipped) and doubles af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,16 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.scale = float(state["scale"])
         self.num_skipped, self._num_good = int(state["num_skipped"]), int(state["num_good"])
+
+    def unscale_factor(self, norms: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """Return the factor that undoes the scale, and adjust the scale for the next step.
+
+        `norms`: of all gradients. None if one of them overflowed: the step must be skipped.
+        """
+        overflowed = not all(torch.isfinite(norm).item() for norm in norms)
+        unscale = torch.tensor(1.0 / self.scale)
+        self.judge(overflowed=overflowed)
+        return None if overflowed else unscale
 
     def judge(self, *, overflowed: bool) -> None:
         """Adjust the scale after a step whose gradients overflowed or not."""

@@ -58,7 +58,7 @@ class TrainingStep:
             norms.update(self._resident.norms().items())
             norms = global_norms(norms)
         if self._loss_scale is not None:
-            unscale = self._unscale_factor(self._loss_scale, norms)
+            unscale = self._loss_scale.unscale_factor(norms.values())
             if unscale is None:
                 self._gradients.skip()
                 return False
@@ -70,13 +70,6 @@ class TrainingStep:
         self._gradients.step(factors)
         self._resident.step(factors)
         return True
-
-    def _unscale_factor(self, loss_scale: LossScale, norms: Norms) -> torch.Tensor | None:
-        """Return the factor that undoes the loss scale; None if gradients overflowed."""
-        overflowed = not all(torch.isfinite(norm).item() for norm in norms.values())
-        unscale = torch.tensor(1.0 / loss_scale.scale)
-        loss_scale.judge(overflowed=overflowed)
-        return None if overflowed else unscale
 
     def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip the retained gradients of these parameters; returns their norm."""

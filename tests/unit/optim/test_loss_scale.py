@@ -19,6 +19,22 @@ def test_an_overflow_halves_the_scale_and_skips_a_step() -> None:
     assert (loss_scale.scale, loss_scale.num_skipped) == (2.0**15, 1)
 
 
+def test_the_scale_of_this_step_is_undone_and_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scales, "_GROW_AFTER", 1)
+    loss_scale = LossScale()
+    factor = loss_scale.unscale_factor([torch.tensor(1.0), torch.tensor(2.0)])
+    assert factor is not None
+    assert factor.item() == 2.0**-16
+    assert (loss_scale.scale, loss_scale.num_skipped) == (2.0**17, 0)
+
+
+@pytest.mark.parametrize("overflow", [float("inf"), float("nan")])
+def test_one_norm_that_is_not_finite_skips_the_step(overflow: float) -> None:
+    loss_scale = LossScale()
+    assert loss_scale.unscale_factor([torch.tensor(1.0), torch.tensor(overflow)]) is None
+    assert (loss_scale.scale, loss_scale.num_skipped) == (2.0**15, 1)
+
+
 def test_a_long_run_without_overflow_doubles_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scales, "_GROW_AFTER", 3)
     loss_scale = LossScale()
