@@ -22,11 +22,13 @@ from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.errors import CapacityError
-from zero_infinity.params import module_hooks, offloaded_param
+from zero_infinity.params import offloaded_param
+from zero_infinity.params.find_parameters import manageable, own_parameters
 from zero_infinity.params.parameter_store import ParameterStore, budget_of
 from zero_infinity.params.precision import Precision, precision_of
 from zero_infinity.params.saved_tensors import SavedTensorHooks
-from zero_infinity.params.unit import ManagedParameter, Unit, make_unit, manageable, own_parameters
+from zero_infinity.params.state_dict import attach_state_dict_hooks
+from zero_infinity.params.unit import ManagedParameter, Unit, make_unit
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import Unsharder
@@ -144,7 +146,7 @@ class DeferredInit:
             self._open.setdefault(module, {})[name] = parameter
         else:
             self._cut(type(module).__name__, f"{type(module).__name__}.{name}", parameter, num_rows)
-            module_hooks.attach_state_hooks(module, self.parameter_store.state_dicts)
+            attach_state_dict_hooks(module, self.parameter_store.state_dicts)
 
     def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
         """Return rows per tile, as in `prepare`; None if it stays whole (by default: up to half of the memory)."""
@@ -212,7 +214,7 @@ class DeferredInit:
                 by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
         for dtype, members in by_dtype.items():
             self._move_in(type(module).__name__, members, dtype)
-        module_hooks.attach_state_hooks(module, self.parameter_store.state_dicts)
+        attach_state_dict_hooks(module, self.parameter_store.state_dicts)
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
         unit = make_unit(

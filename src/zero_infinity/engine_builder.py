@@ -31,10 +31,10 @@ from zero_infinity.optim.state_records import make_chunks
 from zero_infinity.params import module_hooks, offloaded_param
 from zero_infinity.params.dtensor import check_group, local_of
 from zero_infinity.params.environment import environment_of
+from zero_infinity.params.find_parameters import refuse_shared_memory
 from zero_infinity.params.moe_routing import ExpertRouting, RoutingWatch
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.saved_tensors import SavedTensorHooks
-from zero_infinity.params.unit import refuse_shared_memory
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import ParameterOwner, Unsharder

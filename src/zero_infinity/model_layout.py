@@ -18,7 +18,8 @@ from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.optim.state_records import StateRecord, StateRecordMaker
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.environment import TrainingEnvironment
-from zero_infinity.params.unit import ManagedParameter, Unit, find_parameters, make_unit
+from zero_infinity.params.find_parameters import find_parameters
+from zero_infinity.params.unit import ManagedParameter, Unit, make_unit
 from zero_infinity.params.unshard import ParameterOwner, unsharder_of
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers

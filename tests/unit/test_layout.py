@@ -62,6 +62,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "params/offloaded_param.py": "equivalence/test_parameter_operations.py",
     "params/parameter_store.py": "equivalence/test_deferred_init.py",
     "params/precision.py": "equivalence/test_precision.py",
+    "params/state_dict.py": "equivalence/test_whole_model_operations.py",
+    "params/uncopied_hook.py": "equivalence/test_whole_model_operations.py",
     "params/unshard.py": "equivalence/test_parameter_operations.py",
     "optim/flat_gradient.py": "device/test_transfers.py",
     "params/model_device.py": "device/test_device_choice.py",

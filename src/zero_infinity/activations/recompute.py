@@ -40,8 +40,8 @@ from zero_infinity._torch import (
 from zero_infinity.activations.block_finder import Stack, find_stacks
 from zero_infinity.config import Config
 from zero_infinity.params.dynamo import not_compiled
-from zero_infinity.params.module_hooks import Hook
 from zero_infinity.params.saved_tensors import SavedTensorHooks, outer_pack
+from zero_infinity.params.uncopied_hook import Hook
 
 
 def find_blocks(model: nn.Module, config: Config) -> Stack:

@@ -8,11 +8,11 @@ import torch
 
 from zero_infinity.interrupts import held
 from zero_infinity.optim.gradient_flow import GradientFlow
-from zero_infinity.params import module_hooks
+from zero_infinity.params.uncopied_hook import Hook
 from zero_infinity.params.unit import ManagedParameter
 
 
-class GradientHook(module_hooks.Hook):
+class GradientHook(Hook):
     """Called by autograd once a parameter's gradient is accumulated.
 
     Autograd holds it from C++, which the garbage collector cannot see: strong references would keep the model alive

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_infinity.params.module_hooks import Hook
+from zero_infinity.params.uncopied_hook import Hook
 
 _FIRST_SCALE = 2.0**16
 _GROW_AFTER = 2000

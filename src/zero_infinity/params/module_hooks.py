@@ -3,8 +3,6 @@
 A module that owns parameters and has no child that does (nn.Linear, nn.LSTM, a norm) unshards all of them for its
 forward. The parameters of other modules (a root with a position table) are unsharded by `__torch_function__`, one
 operation at a time: unsharding them for a forward that contains the whole model would pin them throughout.
-
-Hooks are not copied with their module: a deep copy of a prepared model is a plain model.
 """
 
 from __future__ import annotations
@@ -12,36 +10,19 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
 
-from zero_infinity._torch import current_graph_task_id, pop_saved_tensor_hooks, state_dict_pre_hooks
+from zero_infinity._torch import current_graph_task_id, pop_saved_tensor_hooks
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held
 from zero_infinity.params.dynamo import not_compiled
-from zero_infinity.params.parameter_store import StateDictScope
+from zero_infinity.params.state_dict import attach_state_dict_hooks
+from zero_infinity.params.uncopied_hook import Hook
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.params.unshard import Unsharder
 from zero_infinity.run_trace import FORWARD, RunTrace
-
-
-class _Inert:
-    """Replaces a hook in a copied module."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-class Hook:
-    """A hook that is not copied with its module."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _Inert()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Inert, ())
 
 
 class BeforeForward(Hook):
@@ -70,27 +51,6 @@ class AfterForward(Hook):
     def __call__(self, module: nn.Module, _: Any, __: Any) -> None:
         with held():
             self._stack.leave(module)
-
-
-class CopyStates(Hook):
-    """During `state_dict()`, `detach` returns copies: views of every parameter would pin the whole model."""
-
-    def __init__(self, change: Callable[[], None]) -> None:
-        self._change = change
-
-    def __call__(self, *_: Any) -> None:
-        self._change()
-
-
-class RefuseAssignment(Hook):
-    """`load_state_dict(assign=True)` would replace managed parameters by unmanaged ones."""
-
-    def __call__(self, _: nn.Module, __: Any, prefix: str, metadata: Mapping[str, Any], *___: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise UsageError(
-                f"load_state_dict(assign=True) would replace the managed parameters of {prefix or 'the model'!r}\n"
-                "  fix:   load_state_dict(...) without assign, which copies the values"
-            )
 
 
 class Discarding(Protocol):
@@ -188,15 +148,6 @@ class ForwardStack:
         self._unsharder.reshard(entry.parameters)
 
 
-def attach_state_hooks(module: nn.Module, state_dicts: StateDictScope) -> None:
-    """Make the module's state_dict return copies, and its load_state_dict copy into the existing parameters."""
-    if any(isinstance(hook, CopyStates) for hook in state_dict_pre_hooks(module)):
-        return
-    module.register_state_dict_pre_hook(CopyStates(state_dicts.begin))
-    module.register_state_dict_post_hook(CopyStates(state_dicts.end))
-    module.register_load_state_dict_pre_hook(RefuseAssignment())
-
-
 def attach(
     model: nn.Module,
     unsharder: Unsharder,
@@ -213,4 +164,4 @@ def attach(
         module.register_forward_pre_hook(BeforeForward(unsharder, stack, parameters), prepend=True)
         # always_call: ordinary hooks are skipped by an exception and by checkpoint's early stop of a recomputation.
         module.register_forward_hook(AfterForward(stack), always_call=True)
-        attach_state_hooks(module, unsharder.owner.parameter_store.state_dicts)
+        attach_state_dict_hooks(module, unsharder.owner.parameter_store.state_dicts)

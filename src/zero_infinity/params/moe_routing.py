@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_infinity._torch import sequence_number, tree_leaves
 from zero_infinity.comm.channel import Channel, Topic
-from zero_infinity.params.module_hooks import Hook
+from zero_infinity.params.uncopied_hook import Hook
 from zero_infinity.params.unit import ManagedParameter, Unit
 
 # Topic number of the observations; no unit has this number.

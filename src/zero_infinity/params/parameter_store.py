@@ -22,6 +22,7 @@ from zero_infinity.errors import StuckThreadError, UsageError
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.dtensor import local_of
 from zero_infinity.params.offloaded_param import ParameterAccess
+from zero_infinity.params.state_dict import StateDictScope
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unit_access import StorageIndex
 from zero_infinity.params.unit_values import HostValues, ValueSources
@@ -39,23 +40,6 @@ from zero_infinity.tiers.update_worker import UpdateWorker
 
 # Prefetching needs a known order, and there is none before training.
 _NO_LOOKAHEAD = 0
-
-
-class StateDictScope:
-    """Counts the state_dicts being made: their tensors are copies, because views would pin every unit."""
-
-    def __init__(self) -> None:
-        self._num_open = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._num_open > 0
-
-    def begin(self) -> None:
-        self._num_open += 1
-
-    def end(self) -> None:
-        self._num_open -= 1
 
 
 class ParameterStore:

@@ -23,8 +23,9 @@ from torch.nn.utils import parametrize
 from zero_infinity._torch import has_gradient_hooks, no_torch_function
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.params.dtensor import is_distributed
+from zero_infinity.params.find_parameters import own_parameters
 from zero_infinity.params.precision import Precision
-from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit, own_parameters
+from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.policy.sizes import round_up

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_infinity.optim.state_records import cut
-from zero_infinity.params.unit import Unit, dense_stride, find_parameters, make_unit
+from zero_infinity.params.find_parameters import find_parameters
+from zero_infinity.params.unit import Unit, dense_stride, make_unit
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.partition import RankPartition, Sharding
 from zero_infinity.policy.sizes import GRAIN

@@ -9,8 +9,9 @@ import torch
 from support.rank_scripts import Chain, Expert, MixtureModel
 from torch import nn
 
+from zero_infinity.params.find_parameters import find_parameters
 from zero_infinity.params.moe_routing import RoutingWatch
-from zero_infinity.params.unit import find_parameters, make_unit
+from zero_infinity.params.unit import make_unit
 
 WIDTH = 24
 

@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_infinity.errors import UsageError
-from zero_infinity.params.unit import (
-    Unit,
-    dense_stride,
-    find_parameters,
-    make_unit,
-    manageable,
-    own_parameters,
-    refuse_shared_memory,
-)
+from zero_infinity.params.unit import Unit, dense_stride, make_unit
 from zero_infinity.policy.partition import RankPartition, Sharding, Span
 from zero_infinity.policy.zero_stage import ZeroStage
 
@@ -69,30 +60,3 @@ def test_a_unit_without_a_block_says_so() -> None:
     assert not unit.is_stored
     with pytest.raises(RuntimeError, match="unit 'layer' has no block yet"):
         unit.the_block()
-
-
-def test_a_tied_parameter_belongs_to_its_first_owner() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    assert [(name, [n for n, _ in own]) for _, name, own in find_parameters(model)] == [
-        ("0", ["0.weight"]),
-        ("1", ["1.bias"]),
-    ]
-    assert list(own_parameters(model[1])) == ["weight", "bias"]
-
-
-def test_what_is_not_real_and_dense_stays_where_it_is() -> None:
-    assert manageable(nn.Parameter(torch.zeros(2)))
-    assert not manageable(nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
-    assert not manageable(nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False))
-    assert not manageable(nn.Parameter(torch.zeros(0)))
-    with pytest.raises(UsageError, match="lazy parameter"):
-        manageable(nn.UninitializedParameter())
-
-
-def test_memory_in_common_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    refuse_shared_memory(model)
-    model[1].weight.data = model[0].weight.data
-    with pytest.raises(UsageError, match=r"'0.weight' and '1.weight' share memory"):
-        refuse_shared_memory(model)
