@@ -291,7 +291,7 @@ def test_any_shapes_pieces_and_rooms(
     """Tensors that end anywhere, in pieces of any size, through rooms of any size."""
     directory = tmp_path_factory.mktemp("any")
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("manifest", "file_layout", "shard_writer", "verified_tensors"):
+        for module in ("manifest", "file_layout", "shard_writer", "verify"):
             patch.setattr(f"zero_infinity.checkpoint.{module}.PIECE_BYTES", piece // 8 * 8)
         patch.setattr(file_io, "_LARGE", 1 if direct else 1 << 20)
         patch.setattr(io_thread_pool, "_MIN_ROOM", 3 * 4096)

@@ -14,7 +14,7 @@ import torch
 
 from zero_infinity.checkpoint.model_contents import TensorPart, order_of
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
-from zero_infinity.checkpoint.verified_tensors import StoredTensor
+from zero_infinity.checkpoint.verify import StoredTensor
 from zero_infinity.errors import UsageError
 
 TensorSource = StoredTensor | torch.Tensor  # in a file, or in memory

@@ -31,7 +31,7 @@ from zero_infinity.checkpoint.model_contents import Key
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import TrainingView
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint
+from zero_infinity.checkpoint.verify import OpenCheckpoint
 from zero_infinity.checkpoint.weight_files import write_index
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError

@@ -10,7 +10,7 @@ from zero_infinity.checkpoint.model_contents import Key
 from zero_infinity.checkpoint.safetensors_header import compose, num_bytes_of
 from zero_infinity.errors import CheckpointError
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.checksum import combine_all, crc32
+from zero_infinity.storage.crc32 import combine_all, crc32
 
 # As Hugging Face shards models: small enough to copy and to resume a download, large enough to be few.
 SHARD_BYTES = 5 * 10**9

@@ -23,7 +23,7 @@ from zero_infinity.checkpoint.model_contents import as_real, contents_of, state_
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
+from zero_infinity.checkpoint.verify import OpenCheckpoint, StoredTensor
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held

@@ -8,7 +8,7 @@
 The safetensors files are identical, byte for byte, for any number of ranks, stage and budget.
 
 Every byte is covered by a checksum: tensors by a CRC-32 per piece, headers and rank files by one each (verified in
-`verified_tensors`), and the manifest by a SHA-256 of itself in its first line (verified here).
+`verify.py`), and the manifest by a SHA-256 of itself in its first line (verified here).
 """
 
 from __future__ import annotations

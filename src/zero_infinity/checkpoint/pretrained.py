@@ -22,7 +22,7 @@ from zero_infinity.checkpoint.model_contents import Key, as_real, contents_of
 from zero_infinity.checkpoint.shard_reader import ShardReader
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView
-from zero_infinity.checkpoint.verified_tensors import StoredTensor
+from zero_infinity.checkpoint.verify import StoredTensor
 from zero_infinity.checkpoint.weight_files import open_weights
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError

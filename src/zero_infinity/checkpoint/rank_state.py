@@ -13,7 +13,7 @@ import torch
 
 from zero_infinity.checkpoint import json_codec
 from zero_infinity.checkpoint.strict_json import JsonFields, parse
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint
+from zero_infinity.checkpoint.verify import OpenCheckpoint
 from zero_infinity.errors import CheckpointError, UsageError
 
 

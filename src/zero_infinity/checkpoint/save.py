@@ -31,7 +31,7 @@ from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.comm.agreement import Agreement
 from zero_infinity.errors import CheckpointError, UsageError
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.crc32 import crc32
 
 _MAX_PARTS_BYTES = 1 << 32
 

@@ -28,7 +28,7 @@ from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_ele
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.crc32 import crc32
 
 # Staging memory in the background: a part of the cache's spare bytes, between these limits.
 _MAX_STAGING_BYTES = 16 << 20

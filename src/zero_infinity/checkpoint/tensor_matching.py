@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
 from zero_infinity.checkpoint.model_contents import Key, ModelContents, state_key
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
+from zero_infinity.checkpoint.verify import OpenCheckpoint, StoredTensor
 from zero_infinity.errors import CheckpointError
 
 _SHOWN = 12  # names of each kind

@@ -15,7 +15,7 @@ from pathlib import Path
 from zero_infinity.checkpoint.file_io import OpenFile, write_whole
 from zero_infinity.checkpoint.safetensors_header import read_header
 from zero_infinity.checkpoint.strict_json import JsonFields, parse, read_bytes
-from zero_infinity.checkpoint.verified_tensors import StoredTensor
+from zero_infinity.checkpoint.verify import StoredTensor
 from zero_infinity.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.errors import UsageError
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.crc32 import crc32
 
 _NUMBER = -30  # topic number of checkpoint exchanges
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from zero_infinity.errors import CorruptionError, EngineClosedError, UsageError, ZeroInfinityError
 from zero_infinity.policy.sizes import ALIGNMENT, round_up
 from zero_infinity.storage.block import Block
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.crc32 import crc32
 from zero_infinity.storage.free_extents import FreeExtents
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 from zero_infinity.storage.io_types import Direction, Priority

@@ -13,7 +13,7 @@ from support.prepared import Prepared
 
 import zero_infinity as zi
 from zero_infinity.checkpoint import rank_state
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint
+from zero_infinity.checkpoint.verify import OpenCheckpoint
 
 
 def draw() -> list[Any]:

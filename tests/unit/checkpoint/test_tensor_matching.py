@@ -12,7 +12,7 @@ import zero_infinity as zi
 from zero_infinity.api import engine_of
 from zero_infinity.checkpoint.model_contents import contents_of
 from zero_infinity.checkpoint.tensor_matching import MatchProblems, match
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint
+from zero_infinity.checkpoint.verify import OpenCheckpoint
 
 
 def test_all_problems_are_told_at_once() -> None:

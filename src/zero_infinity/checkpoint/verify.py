@@ -21,7 +21,7 @@ from zero_infinity.checkpoint.safetensors_header import DTYPES, num_bytes_of, re
 from zero_infinity.checkpoint.strict_json import read_bytes
 from zero_infinity.errors import CheckpointError
 from zero_infinity.policy.sizes import ALIGNMENT
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage.crc32 import crc32
 
 _MAX_RANK_FILE_BYTES = 1 << 30
 

@@ -11,7 +11,7 @@ from support.prepared import Prepared
 import zero_infinity as zi
 from zero_infinity.checkpoint import manifest
 from zero_infinity.checkpoint.file_io import OpenFile
-from zero_infinity.checkpoint.verified_tensors import OpenCheckpoint, StoredTensor
+from zero_infinity.checkpoint.verify import OpenCheckpoint, StoredTensor
 
 
 def room() -> memoryview:
@@ -34,7 +34,7 @@ def test_a_tensor_is_read_in_pieces_with_the_shape_of_the_model(tmp_path: Path) 
 
 
 def test_pieces_and_their_elements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("zero_infinity.checkpoint.verified_tensors.PIECE_BYTES", 16)
+    monkeypatch.setattr("zero_infinity.checkpoint.verify.PIECE_BYTES", 16)
     (tmp_path / "file").write_bytes(b"")
     with OpenFile(tmp_path / "file") as file:
         stored = StoredTensor("a", file, 0, "F32", (10,))

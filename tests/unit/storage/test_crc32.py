@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_infinity.storage import checksum
-from zero_infinity.storage.checksum import crc32
+from zero_infinity.storage import crc32 as crc32_module
+from zero_infinity.storage.crc32 import crc32
 
 
 @given(st.binary(max_size=70_000), st.integers(0, 2**32 - 1))
@@ -24,7 +24,7 @@ def test_checksums_are_those_of_zlib(data: bytes, before: int) -> None:
 @pytest.fixture(scope="module", params=["isal", "zlib"])
 def checksums(request: pytest.FixtureRequest) -> ModuleType:
     """The module as it is where isal is installed, and where it is not."""
-    spec = importlib.util.spec_from_file_location("checksums", checksum.__file__)
+    spec = importlib.util.spec_from_file_location("checksums", crc32_module.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
