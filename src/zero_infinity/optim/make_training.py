@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channels import Channels
+from zero_infinity.comm.gather_updates import ParameterAllGather
 from zero_infinity.comm.reduce_scatter import GradientDevice, ReduceScatter
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings

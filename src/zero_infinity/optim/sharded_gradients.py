@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.gather_updates import ParameterAllGather
 from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through

@@ -11,8 +11,8 @@ import torch
 from support.block_bench import PAGE, BlockBench, wait_until
 from support.patience import SECONDS
 
-from zero_infinity.comm.all_gather import ParameterAllGather
 from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.gather_updates import ParameterAllGather
 from zero_infinity.policy.partition import Span
 from zero_infinity.storage.block import Block
 
