@@ -20,8 +20,8 @@ from support.models import mean_square, mlp, vectors
 from torch import nn
 
 from zero_infinity.optim import gradient_flow as gradients_module
+from zero_infinity.optim.chunk_update import UnitUpdate
 from zero_infinity.optim.gradient_flow import GradientFlow
-from zero_infinity.optim.update_jobs import UnitUpdate
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.policy.cache_policy import CachePolicy

@@ -18,12 +18,12 @@ import torch
 
 from zero_infinity._torch import call_after_backward, current_graph_task_id, no_torch_function
 from zero_infinity.errors import TornStepError, UsageError
+from zero_infinity.optim.accumulated_gradients import AccumulatedGradients
+from zero_infinity.optim.chunk_update import FreshGradients, RetainGradients, UnitUpdate, WholeGradients
 from zero_infinity.optim.flat_gradient import FlatGradient, download
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
-from zero_infinity.optim.retained_gradients import RetainedGradients
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.step_history import StepHistory
-from zero_infinity.optim.update_jobs import FreshGradients, RetainGradients, UnitUpdate, WholeGradients
 from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
 from zero_infinity.params.dtensor import local_gradient
 from zero_infinity.params.unit import ManagedParameter, Unit
@@ -51,7 +51,7 @@ class GradientFlow:
         self._accelerator = parts.accelerator
         # With an accelerator, the host cores are free for the update worker.
         self._shares_cores = parts.accelerator is None
-        self._retained = RetainedGradients(parts.host_cache, parts.records)
+        self._retained = AccumulatedGradients(parts.host_cache, parts.records)
         self._reserve = settings.reserve
         self._num_backwards = settings.num_backwards
         self._early = settings.early

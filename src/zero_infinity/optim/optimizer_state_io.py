@@ -10,8 +10,8 @@ import torch
 
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import UsageError
+from zero_infinity.optim.chunk_update import take_edits
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
-from zero_infinity.optim.update_jobs import take_edits
 from zero_infinity.optim.update_rule import copy_scalars
 from zero_infinity.params.dtensor import like, local_of
 from zero_infinity.params.unit import ManagedParameter, Unit

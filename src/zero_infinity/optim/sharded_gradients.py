@@ -23,10 +23,10 @@ from zero_infinity.comm.gather_updates import ParameterAllGather
 from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
+from zero_infinity.optim.chunk_update import part_of
 from zero_infinity.optim.gradient_flow import GradientFlow, room_for
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.state_records import Segment
-from zero_infinity.optim.update_jobs import part_of
 from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.partition import Sharding, Span

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import Optimizer
 
-from zero_infinity.optim.update_rule import Scalars, probe_state_names
+from zero_infinity.optim.elementwise_probe import probe_state_names
+from zero_infinity.optim.update_rule import Scalars
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.homes import Home

@@ -1,4 +1,4 @@
-"""Gradients retained until `step()`: accumulated in the gradient blocks of their chunks.
+"""Gradients accumulated until `step()`, in the gradient blocks of their chunks.
 
 The policy may evict these blocks to NVMe, so accumulated gradients need no memory outside the budget.
 """
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from zero_infinity.optim.chunk_update import part_of
 from zero_infinity.optim.state_records import Chunk, Segment, StateRecord
-from zero_infinity.optim.update_jobs import part_of
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.tiers.host_cache import HostCache
 
 
-class RetainedGradients:
+class AccumulatedGradients:
     """The parameters that have a retained gradient, and the blocks that hold it."""
 
     def __init__(self, host_cache: HostCache, records: Mapping[Unit, StateRecord]) -> None:
