@@ -16,7 +16,7 @@ from zero_infinity.activations import recompute
 from zero_infinity.activations.block_finder import Stack
 from zero_infinity.activations.offload import ActivationOffload, make_activation_offload
 from zero_infinity.comm.channel import Topic
-from zero_infinity.comm.channels import START, Channels, connect
+from zero_infinity.comm.connect import START, Channels, connect
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit

@@ -35,6 +35,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/report_data.py": "cli/test_report.py",
     "cli/train_loop.py": "cli/test_train.py",
     "cli/train_summary.py": "cli/test_train.py",
+    "comm/lost_rank.py": "unit/comm/test_channel.py",
     "comm/process_group.py": "multirank/test_rank_faults.py",
     "deferred_init.py": "equivalence/test_deferred_init.py",
     "disable_modes.py": "equivalence/test_unusual_torch_features.py",

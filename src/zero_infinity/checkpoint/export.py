@@ -33,7 +33,7 @@ from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.checkpoint.verify import OpenCheckpoint
 from zero_infinity.checkpoint.weight_files import write_index
-from zero_infinity.comm.agreement import Agreement
+from zero_infinity.comm.checkpoint_agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError
 
 _ROOM_BYTES = 20 << 20

@@ -24,7 +24,7 @@ from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.checkpoint.verify import OpenCheckpoint, StoredTensor
-from zero_infinity.comm.agreement import Agreement
+from zero_infinity.comm.checkpoint_agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.optim.update_rule import copy_scalars

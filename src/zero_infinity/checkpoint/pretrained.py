@@ -24,7 +24,7 @@ from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.checkpoint.verify import StoredTensor
 from zero_infinity.checkpoint.weight_files import open_weights
-from zero_infinity.comm.agreement import Agreement
+from zero_infinity.comm.checkpoint_agreement import Agreement
 from zero_infinity.errors import CheckpointError
 from zero_infinity.interrupts import held
 from zero_infinity.params.unit import Unit

@@ -29,7 +29,7 @@ from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.checkpoint.snapshot import Snapshot
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.training_view import TrainingView
-from zero_infinity.comm.agreement import Agreement
+from zero_infinity.comm.checkpoint_agreement import Agreement
 from zero_infinity.errors import CheckpointError, UsageError
 from zero_infinity.storage.crc32 import crc32
 

@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from zero_infinity.errors import DivergenceError, EngineClosedError, LostRankError, StuckThreadError, again
+from zero_infinity.comm.lost_rank import RankStatus, lost_rank
+from zero_infinity.errors import DivergenceError, EngineClosedError, StuckThreadError
 from zero_infinity.policy.partition import Span
 from zero_infinity.trace import RANKS, Category, Trace
 
 _AGREEMENT, _DATA, _CUT = 0, 1, 2  # message tags
 _AT_ONCE = timedelta(milliseconds=1)
-# How long the threads of a rank may take to notice the same divergence.
-_DIVERGENCE_SECONDS = 1.0
 # How long a thread that was told to end may take to finish its current exchange.
 _GRACE_SECONDS = 3.0
 
@@ -63,21 +62,6 @@ class Traffic:
     def snapshot(self) -> tuple[dict[str, int], dict[str, int]]:
         with self._lock:
             return dict(self._bytes), dict(self._calls)
-
-
-class RankStatus(Protocol):
-    """What is known about the other ranks and about the topics they exchange."""
-
-    divergences: dict[Channel, DivergenceError]  # seen here, on channels that have not agreed since
-
-    def describe(self, rank: int) -> list[str]:
-        """Return what is known about a lost rank, and about others that have ended."""
-
-    def name_of(self, number: int) -> str:
-        """Return the name of the topic with this number."""
-
-    def note(self, text: str) -> None:
-        """Leave a note for other ranks about how this rank ended."""
 
 
 class GroupConnections(Protocol):
@@ -218,12 +202,12 @@ class Channel:
                 try:
                     works += [(rank, start([tensor], rank, tag)) for tensor in tensors if tensor.numel()]
                 except RuntimeError as error:
-                    raise self._lost(rank, name, error) from error
+                    raise lost_rank(rank, self.rank, name, error, self._directory) from error
         for rank, work in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost(rank, name, error) from error
+                raise lost_rank(rank, self.rank, name, error, self._directory) from error
 
     def _exchange_on_accelerator(
         self,
@@ -237,24 +221,6 @@ class Channel:
             outputs = [received[rank][number] if rank in received else nothing for rank in range(self.num_ranks)]
             inputs = [sent[rank][number] if rank in sent else nothing for rank in range(self.num_ranks)]
             dist.all_to_all(outputs, inputs, group=group)
-
-    def _lost(self, rank: int, name: str, error: RuntimeError) -> BaseException:
-        # A rank that detects a divergence closes its connections. Then the divergence is the real cause, and another
-        # thread of this rank knows about it or is about to.
-        deadline = time.monotonic() + _DIVERGENCE_SECONDS
-        while not self._directory.divergences and time.monotonic() < deadline:
-            time.sleep(_DIVERGENCE_SECONDS / 100)
-        divergence = next(iter(self._directory.divergences.values()), None)
-        if divergence is not None:
-            return again(divergence)
-        reason = (str(error).partition("] ")[2] or str(error)).splitlines()[0].partition(". This is")[0]
-        self._directory.note(f"failed, as rank {rank} did not answer while it was waiting for {name!r}")
-        known = "".join(f"\n  known: {line}" for line in self._directory.describe(rank))
-        return LostRankError(
-            f"rank {rank} did not answer while rank {self.rank} was waiting for {name!r}\n"
-            f"  why:   {reason}{known}\n"
-            "  fix:   read that rank's output; every rank must run the same number of batches and the same calls"
-        )
 
     def _divergence(self, topic: Topic, numbers: list[int]) -> DivergenceError:
         wanted: dict[int, list[int]] = {}

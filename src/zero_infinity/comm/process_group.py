@@ -72,7 +72,7 @@ class RankGroup:
         self.traffic = traffic
         self._trace: Trace | None = None
         self.names: dict[int, str] = {}  # of topics, by number
-        self.divergences: dict[Channel, DivergenceError] = {}
+        self.divergences: dict[object, DivergenceError] = {}
         self._num_steps = 0
         # Numbers of calls in which ranks exchange values; each value can be set only once.
         self.call_numbers = itertools.count()

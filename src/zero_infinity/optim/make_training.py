@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_infinity.comm.channels import Channels
+from zero_infinity.comm.connect import Channels
 from zero_infinity.comm.gather_updates import ParameterAllGather
 from zero_infinity.comm.reduce_scatter import GradientDevice, ReduceScatter
 from zero_infinity.optim.gradient_flow import GradientFlow

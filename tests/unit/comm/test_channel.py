@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from zero_infinity.comm import channel as channels
+from zero_infinity.comm import lost_rank
 from zero_infinity.comm.channel import Channel, GroupConnections, Topic, Traffic
 from zero_infinity.errors import DivergenceError, LostRankError
 
@@ -28,7 +28,7 @@ class Broken:
 
 class Known:
     def __init__(self) -> None:
-        self.divergences: dict[Channel, DivergenceError] = {}
+        self.divergences: dict[object, DivergenceError] = {}
 
     def describe(self, _: int) -> list[str]:
         return []
@@ -42,7 +42,7 @@ class Known:
 
 @pytest.mark.parametrize("has_diverged", [False, True])
 def test_a_rank_that_diverged_is_not_said_to_be_lost(has_diverged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_DIVERGENCE_SECONDS", 0.01)
+    monkeypatch.setattr(lost_rank, "_DIVERGENCE_SECONDS", 0.01)
     known = Known()
     channel, other = (Channel(cast(GroupConnections, Broken()), Traffic(), known) for _ in range(2))
     if has_diverged:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import zero_infinity as zi
-from zero_infinity.comm.agreement import Agreement
+from zero_infinity.comm.checkpoint_agreement import Agreement
 
 
 class FakeRanks:

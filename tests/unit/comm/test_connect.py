@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_infinity.comm.channel import Topic
-from zero_infinity.comm.channels import START, connect
+from zero_infinity.comm.connect import START, connect
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.partition import RankPartition, Sharding
