@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zero_infinity.checkpoint.export import WeightExport
 from zero_infinity.checkpoint.io_thread_pool import Progress
 from zero_infinity.checkpoint.load import CheckpointLoad
-from zero_infinity.checkpoint.pretrained import PretrainedLoad
+from zero_infinity.checkpoint.load_pretrained import PretrainedLoad
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import UnpreparedModel
 from zero_infinity.comm.process_group import find_group

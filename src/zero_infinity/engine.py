@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_infinity.checkpoint.background_save import BackgroundSave
+from zero_infinity.checkpoint.save_thread import BackgroundSave
 from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zero_infinity as zi
-from zero_infinity.checkpoint import dtype_conversion, file_io
+from zero_infinity.checkpoint import copy_into_block, file_io
 from zero_infinity.checkpoint.file_io import OpenFile
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.policy import chunk_size, homes
@@ -84,10 +84,10 @@ def test_a_flipped_byte_of_what_is_read_straight_into_its_place(tmp_path: Path) 
     path = zi.save(tmp_path, model, optimizer) / "model-00001-of-00001.safetensors"
     straight, by_torch = [], []
     with pytest.MonkeyPatch.context() as patch:
-        real, elements = OpenFile.read_into, dtype_conversion._elements
+        real, elements = OpenFile.read_into, copy_into_block._elements
         patch.setattr(OpenFile, "read_into", lambda *args: straight.append(real(*args)) or straight[-1])
         patch.setattr(
-            dtype_conversion, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest)
+            copy_into_block, "_elements", lambda part, *rest: by_torch.append(part.key) or elements(part, *rest)
         )
         zi.load(tmp_path, model, optimizer)
         assert by_torch == [("model", "bias")]

@@ -13,7 +13,7 @@ from support.patience import SECONDS
 
 from zero_infinity.checkpoint.checkpoint_directory import find, has_checkpoint
 from zero_infinity.checkpoint.manifest import read
-from zero_infinity.checkpoint.model_contents import MODEL
+from zero_infinity.checkpoint.rank_parts import MODEL
 
 # A step with its save makes about as many calls of the file system: one kill before each of them.
 NUM_CALLS = 38

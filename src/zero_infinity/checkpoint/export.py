@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from zero_infinity.checkpoint.checkpoint_directory import find
-from zero_infinity.checkpoint.dtype_conversion import to_file_bytes
+from zero_infinity.checkpoint.copy_into_block import to_file_bytes
 from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
 from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
-from zero_infinity.checkpoint.model_contents import Key
+from zero_infinity.checkpoint.rank_parts import Key
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import TrainingView

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_infinity.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntry, num_pieces
-from zero_infinity.checkpoint.model_contents import Key
+from zero_infinity.checkpoint.rank_parts import Key
 from zero_infinity.checkpoint.safetensors_header import compose, num_bytes_of
 from zero_infinity.errors import CheckpointError
 from zero_infinity.policy.sizes import ALIGNMENT

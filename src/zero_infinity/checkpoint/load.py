@@ -19,7 +19,7 @@ from zero_infinity.checkpoint import rank_state
 from zero_infinity.checkpoint.checkpoint_directory import find
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry
-from zero_infinity.checkpoint.model_contents import as_real, contents_of, state_key
+from zero_infinity.checkpoint.rank_parts import as_real, contents_of, state_key
 from zero_infinity.checkpoint.shard_reader import FillTask, ShardReader
 from zero_infinity.checkpoint.tensor_matching import TensorMatch, match
 from zero_infinity.checkpoint.training_view import TrainingView

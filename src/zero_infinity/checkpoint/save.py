@@ -24,7 +24,7 @@ from zero_infinity.checkpoint.file_io import create, write_whole
 from zero_infinity.checkpoint.file_layout import FilePlace, FilePlan, WrittenPart, entries_of, plan_files
 from zero_infinity.checkpoint.io_thread_pool import Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MANIFEST, FileEntry
-from zero_infinity.checkpoint.model_contents import BlockContent, Key
+from zero_infinity.checkpoint.rank_parts import BlockContent, Key
 from zero_infinity.checkpoint.shard_writer import ShardWriter
 from zero_infinity.checkpoint.snapshot import Snapshot
 from zero_infinity.checkpoint.strict_json import parse, read_bytes

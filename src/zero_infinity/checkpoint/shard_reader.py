@@ -1,7 +1,7 @@
 """Fills a model's blocks from tensors in files, within the memory budget.
 
 A block is given memory without being read from its drive, threads copy pieces of tensors into it (converting them, see
-`dtype_conversion`), and the store writes it back when later blocks need the memory. Several blocks are open at a time,
+`copy_into_block`), and the store writes it back when later blocks need the memory. Several blocks are open at a time,
 so that the drive always has something to read.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from zero_infinity.checkpoint.dtype_conversion import BlockCopy, TensorSource, copies_into_block
+from zero_infinity.checkpoint.copy_into_block import BlockCopy, TensorSource, copies_into_block
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressMeter
 from zero_infinity.checkpoint.manifest import StateEntry
-from zero_infinity.checkpoint.model_contents import BlockContent, Key, ModelContents, TensorPart
+from zero_infinity.checkpoint.rank_parts import BlockContent, Key, ModelContents, TensorPart
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.params.unit import Unit
 from zero_infinity.policy.homes import Home

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from zero_infinity.checkpoint.dtype_conversion import bytes_of
+from zero_infinity.checkpoint.copy_into_block import bytes_of
 from zero_infinity.checkpoint.file_io import OpenFile, congruent
 from zero_infinity.checkpoint.file_layout import FilePlace, WrittenPart
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressMeter
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
-from zero_infinity.checkpoint.model_contents import BlockContent, Key, first_element
+from zero_infinity.checkpoint.rank_parts import BlockContent, Key, first_element
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.dtype_conversion import dtype_name
+from zero_infinity.checkpoint.copy_into_block import dtype_name
 from zero_infinity.checkpoint.file_layout import FilePlan, TensorKind
 from zero_infinity.checkpoint.hf_names import hugging_face_files
 from zero_infinity.checkpoint.manifest import (
@@ -26,7 +26,7 @@ from zero_infinity.checkpoint.manifest import (
     StateEntry,
     TensorEntry,
 )
-from zero_infinity.checkpoint.model_contents import (
+from zero_infinity.checkpoint.rank_parts import (
     BlockContent,
     Key,
     ModelContents,

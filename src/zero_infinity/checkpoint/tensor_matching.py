@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
-from zero_infinity.checkpoint.model_contents import Key, ModelContents, state_key
+from zero_infinity.checkpoint.rank_parts import Key, ModelContents, state_key
 from zero_infinity.checkpoint.verify import OpenCheckpoint, StoredTensor
 from zero_infinity.errors import CheckpointError
 

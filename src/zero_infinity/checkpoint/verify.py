@@ -16,7 +16,7 @@ import torch
 from zero_infinity.checkpoint import manifest as manifests
 from zero_infinity.checkpoint.file_io import OpenFile
 from zero_infinity.checkpoint.manifest import MODEL, PIECE_BYTES, FileEntry
-from zero_infinity.checkpoint.model_contents import Key
+from zero_infinity.checkpoint.rank_parts import Key
 from zero_infinity.checkpoint.safetensors_header import DTYPES, num_bytes_of, read_header
 from zero_infinity.checkpoint.strict_json import read_bytes
 from zero_infinity.errors import CheckpointError

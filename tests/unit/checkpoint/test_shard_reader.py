@@ -4,7 +4,7 @@ import torch
 from support.prepared import Prepared
 
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, ProgressMeter
-from zero_infinity.checkpoint.model_contents import contents_of
+from zero_infinity.checkpoint.rank_parts import contents_of
 from zero_infinity.checkpoint.shard_reader import ShardReader
 
 

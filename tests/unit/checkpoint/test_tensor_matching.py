@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity.api import engine_of
-from zero_infinity.checkpoint.model_contents import contents_of
+from zero_infinity.checkpoint.rank_parts import contents_of
 from zero_infinity.checkpoint.tensor_matching import MatchProblems, match
 from zero_infinity.checkpoint.verify import OpenCheckpoint
 

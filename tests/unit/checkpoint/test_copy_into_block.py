@@ -6,8 +6,8 @@ from support.prepared import Prepared
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity.checkpoint.dtype_conversion import bytes_of, copies_into_block, dtype_name, to_file_bytes
-from zero_infinity.checkpoint.model_contents import as_real, contents_of
+from zero_infinity.checkpoint.copy_into_block import bytes_of, copies_into_block, dtype_name, to_file_bytes
+from zero_infinity.checkpoint.rank_parts import as_real, contents_of
 
 
 def test_complex_numbers_are_pairs() -> None:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zero_infinity.checkpoint.background_save import BackgroundSave
+from zero_infinity.checkpoint.save_thread import BackgroundSave
 
 
 def fail() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zero_infinity.checkpoint.model_contents import TensorPart, order_of
+from zero_infinity.checkpoint.rank_parts import TensorPart, order_of
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
 from zero_infinity.checkpoint.verify import StoredTensor
 from zero_infinity.errors import UsageError

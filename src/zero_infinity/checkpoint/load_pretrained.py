@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_infinity.checkpoint.dtype_conversion import TensorSource
+from zero_infinity.checkpoint.copy_into_block import TensorSource
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_loading
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL
-from zero_infinity.checkpoint.model_contents import Key, as_real, contents_of
+from zero_infinity.checkpoint.rank_parts import Key, as_real, contents_of
 from zero_infinity.checkpoint.shard_reader import ShardReader
 from zero_infinity.checkpoint.tensor_matching import MatchProblems
 from zero_infinity.checkpoint.training_view import WeightsView

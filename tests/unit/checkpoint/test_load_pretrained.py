@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from support.prepared import Prepared
 
 import zero_infinity as zi
-from zero_infinity.checkpoint.pretrained import PretrainedLoad
+from zero_infinity.checkpoint.load_pretrained import PretrainedLoad
 
 
 def test_weights_are_loaded_under_any_name_and_the_rest_stays(prepared: Prepared, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 import zero_infinity as zi
 from zero_infinity.checkpoint.manifest import StateEntry
-from zero_infinity.checkpoint.model_contents import contents_of, order_of
+from zero_infinity.checkpoint.rank_parts import contents_of, order_of
 
 
 def test_every_element_is_in_one_place(prepared: Prepared) -> None:
