@@ -32,9 +32,9 @@ from zero_infinity.params.unit import ManagedParameter, Unit, make_unit
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import Unsharder
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home, home_while_building
 from zero_infinity.policy.memory_budget import room_while_building
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.heap import trim_heap
 from zero_infinity.tiers.compute_device import CpuDevice, memory_of
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache

@@ -21,10 +21,10 @@ from zero_infinity.params.environment import TrainingEnvironment
 from zero_infinity.params.find_parameters import find_parameters
 from zero_infinity.params.unit import ManagedParameter, Unit, make_unit
 from zero_infinity.params.unshard import ParameterOwner, unsharder_of
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers
 from zero_infinity.policy.partition import Span
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.policy.unit_sizes import ElementBytes, UnitElements, UnitSize, unit_size
 from zero_infinity.tiers.copier import copy_size
 from zero_infinity.tiers.host_cache import SpareBytes

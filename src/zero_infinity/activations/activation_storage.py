@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from zero_infinity.errors import CapacityError
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.block import Block
 from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 

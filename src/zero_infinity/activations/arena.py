@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from zero_infinity.activations.activation_storage import ActivationSlot
-from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.storage.free_extents import FreeExtents
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from zero_infinity.errors import CheckpointError, StorageError, TransferError
-from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.policy.alignment import ALIGNMENT, round_up
 from zero_infinity.storage.pages import address_of, move_bytes
 from zero_infinity.storage.swap_file import fallocate
 

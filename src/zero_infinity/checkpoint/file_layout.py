@@ -9,7 +9,7 @@ from zero_infinity.checkpoint.manifest import PIECE_BYTES, FileEntry, TensorEntr
 from zero_infinity.checkpoint.rank_parts import Key
 from zero_infinity.checkpoint.safetensors_header import compose, num_bytes_of
 from zero_infinity.errors import CheckpointError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.crc32 import combine_all, crc32
 
 # As Hugging Face shards models: small enough to copy and to resume a download, large enough to be few.

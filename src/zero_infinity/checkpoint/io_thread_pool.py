@@ -16,7 +16,7 @@ from typing import Self
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
-from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.policy.alignment import ALIGNMENT, round_up
 
 Job = Callable[[memoryview], None]
 Progress = Callable[[int, int], None]  # bytes moved so far by this rank, and bytes in all

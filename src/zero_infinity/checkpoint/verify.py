@@ -20,7 +20,7 @@ from zero_infinity.checkpoint.rank_parts import Key
 from zero_infinity.checkpoint.safetensors_header import DTYPES, num_bytes_of, read_header
 from zero_infinity.checkpoint.strict_json import read_bytes
 from zero_infinity.errors import CheckpointError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.crc32 import crc32
 
 _MAX_RANK_FILE_BYTES = 1 << 30

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from zero_infinity.optim.elementwise_probe import probe_state_names
 from zero_infinity.optim.update_rule import Scalars
 from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.alignment import round_up_elements
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Span
-from zero_infinity.policy.sizes import round_up_elements
 from zero_infinity.policy.unit_sizes import ElementBytes
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore

@@ -22,8 +22,8 @@ from zero_infinity._torch import no_torch_function, version_of
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import is_distributed, local_of
 from zero_infinity.params.unit_state import ParameterState, UnitState
+from zero_infinity.policy.alignment import round_up_elements
 from zero_infinity.policy.partition import ONE_RANK, Sharding, ShardLayout, Span
-from zero_infinity.policy.sizes import round_up_elements
 from zero_infinity.policy.unit_sizes import stored_bytes
 from zero_infinity.storage.block import Block
 

@@ -10,8 +10,8 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import HardwareTier
 from zero_infinity.planner.host_division import HostPlan
 from zero_infinity.planner.rank_links import VirtualLink
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.trace import Category
 from zero_infinity.units import format_bytes
 

@@ -24,10 +24,10 @@ from zero_infinity.planner.rank_links import RankLinks
 from zero_infinity.planner.simulated_host import SimulatedHost
 from zero_infinity.planner.step_program import OperatorRun, StepPhase, step
 from zero_infinity.planner.training_job import HomeRule
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.lookahead import copy_lookahead
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.trace import WAIT, Category, Trace
 from zero_infinity.units import format_bytes
 

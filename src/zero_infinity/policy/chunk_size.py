@@ -5,7 +5,7 @@ Pure arithmetic: bytes from the size of the cache, elements from bytes.
 
 from __future__ import annotations
 
-from zero_infinity.policy.sizes import GRAIN, HUGE_PAGE_BYTES, round_up
+from zero_infinity.policy.alignment import GRAIN, HUGE_PAGE_BYTES, round_up
 from zero_infinity.policy.unit_sizes import ElementBytes
 
 # A chunk of a record is at most this share of the cache, with room for four chunks beside what is needed at once, and

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.alignment import round_up
 
 # A unit of at most this many bytes is small...
 _SMALL_BYTES = 256 * 1024

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy import chunk_size
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home, home_of_small_units, is_small
 from zero_infinity.policy.lookahead import lookahead_bytes
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.policy.unit_sizes import UnitSize
 from zero_infinity.units import format_bytes, suggest_bytes
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_infinity.config import Partition
-from zero_infinity.policy.sizes import GRAIN, round_up
+from zero_infinity.policy.alignment import GRAIN, round_up
 from zero_infinity.policy.zero_stage import ZeroStage
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_infinity.policy.alignment import ALIGNMENT, GRAIN, round_up
 from zero_infinity.policy.homes import Home
-from zero_infinity.policy.sizes import ALIGNMENT, GRAIN, round_up
 
 
 @dataclass(frozen=True, slots=True)

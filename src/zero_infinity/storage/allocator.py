@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 
-from zero_infinity.policy.sizes import HUGE_PAGE_BYTES, round_up
+from zero_infinity.policy.alignment import HUGE_PAGE_BYTES, round_up
 from zero_infinity.storage.pages import map_pages, move_huge_page, reserve_addresses, unmap_pages
 from zero_infinity.storage.pinning import Pinning
 

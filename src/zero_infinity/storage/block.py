@@ -18,8 +18,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from zero_infinity.errors import UsageError
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.storage.buffer import Buffer
 from zero_infinity.storage.grant_queue import BufferRequest
 from zero_infinity.storage.io_engine import IOTicket

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zero_infinity.errors import CorruptionError, EngineClosedError, UsageError, ZeroInfinityError
-from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.policy.alignment import ALIGNMENT, round_up
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.crc32 import crc32
 from zero_infinity.storage.free_extents import FreeExtents

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 
 from zero_infinity.errors import CapacityError, UsageError
-from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.storage.allocator import Arena
 from zero_infinity.storage.buffer import Buffer, Lease
 from zero_infinity.storage.grant_queue import BufferRequest, Callback, GrantQueue

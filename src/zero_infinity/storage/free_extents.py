@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from zero_infinity.policy.sizes import round_up
+from zero_infinity.policy.alignment import round_up
 
 
 class FreeExtents:

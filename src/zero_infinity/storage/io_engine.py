@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 
 from zero_infinity.errors import ConfigError
-from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.policy.alignment import ALIGNMENT, round_up
 from zero_infinity.storage.io_queue import IOTransfer
 from zero_infinity.storage.io_types import Direction, IOCounters, Priority
 from zero_infinity.storage.io_workers import IOWorkers

@@ -23,7 +23,7 @@ import os
 import numpy as np
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.policy.sizes import ALIGNMENT, HUGE_PAGE_BYTES
+from zero_infinity.policy.alignment import ALIGNMENT, HUGE_PAGE_BYTES
 
 PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 
 from zero_infinity.errors import ConfigError, StorageError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.swap_device import UNLIMITED
 from zero_infinity.storage.swap_file import SwapFile
 

@@ -31,7 +31,7 @@ import warnings
 import weakref
 
 from zero_infinity.errors import SwapSpaceError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.units import format_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -26,9 +26,9 @@ from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.find_parameters import own_parameters
 from zero_infinity.params.precision import Precision
 from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit
+from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Sharding
-from zero_infinity.policy.sizes import round_up
 from zero_infinity.policy.tile_sizes import default_tile_bytes, rows_per_tile
 from zero_infinity.units import format_bytes, suggest_bytes
 

@@ -8,7 +8,7 @@ import pytest
 
 import zero_infinity as zi
 from zero_infinity.checkpoint.file_io import OpenFile, congruent, create, storage_errors, sync_directory, write_whole
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.pages import address_of
 
 SIZE = 1 << 19  # large enough for direct I/O

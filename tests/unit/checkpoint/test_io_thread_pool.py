@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, ProgressMeter
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.pages import address_of
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from zero_infinity.optim.state_records import cut
 from zero_infinity.params.find_parameters import find_parameters
 from zero_infinity.params.unit import Unit, dense_stride, make_unit
+from zero_infinity.policy.alignment import GRAIN
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.partition import RankPartition, Sharding
-from zero_infinity.policy.sizes import GRAIN
 from zero_infinity.policy.unit_sizes import ElementBytes
 from zero_infinity.policy.zero_stage import ZeroStage
 

@@ -7,8 +7,8 @@ from zero_infinity.planner.hardware import HardwareTier, TierKind
 from zero_infinity.planner.host_division import HostPlan
 from zero_infinity.planner.rank_links import VirtualLink
 from zero_infinity.planner.simulated_host import SimulatedHost
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers
-from zero_infinity.policy.sizes import ALIGNMENT
 
 PAGES = 10 * ALIGNMENT
 DRIVE = HardwareTier("NVMe", TierKind.STORAGE, 10**12, PAGES, PAGES, PAGES, 0.0)  # a block a second

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.unit_sizes import adam
 
+from zero_infinity.policy.alignment import GRAIN
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.memory_budget import place
-from zero_infinity.policy.sizes import GRAIN
 from zero_infinity.policy.unit_sizes import ElementBytes
 
 ADAM = ElementBytes(parameter=4, record=8, gradient=4)

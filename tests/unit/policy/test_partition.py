@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_infinity.config import Partition
+from zero_infinity.policy.alignment import GRAIN
 from zero_infinity.policy.partition import ONE_RANK, RankPartition, Sharding, Span
-from zero_infinity.policy.sizes import GRAIN
 from zero_infinity.policy.zero_stage import ZeroStage
 
 kinds: st.SearchStrategy[Partition] = st.sampled_from(["spread", "owner"])

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from zero_infinity.policy.alignment import ALIGNMENT, GRAIN
 from zero_infinity.policy.homes import Home
-from zero_infinity.policy.sizes import ALIGNMENT, GRAIN
 from zero_infinity.policy.unit_sizes import ElementBytes, UnitElements, UnitSize, copy_bytes, stored_bytes, unit_size
 
 ADAM = ElementBytes(parameter=4, record=8, gradient=4)

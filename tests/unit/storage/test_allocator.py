@@ -8,7 +8,7 @@ import pytest
 from support.mappings import mapped_of
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.policy.sizes import HUGE_PAGE_BYTES
+from zero_infinity.policy.alignment import HUGE_PAGE_BYTES
 from zero_infinity.storage import allocator
 from zero_infinity.storage.allocator import Arena
 from zero_infinity.storage.pages import PAGE_BYTES, map_pages, view_memory

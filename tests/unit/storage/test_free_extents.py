@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zero_infinity.policy.sizes import ALIGNMENT, round_up
+from zero_infinity.policy.alignment import ALIGNMENT, round_up
 from zero_infinity.storage.free_extents import FreeExtents
 
 

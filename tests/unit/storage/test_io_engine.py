@@ -17,7 +17,7 @@ from support.io_bench import DEMANDED, PAGE, PREFETCH, READ, WRITE, WRITE_BACK, 
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import ConfigError, EngineClosedError, SwapSpaceError, UsageError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.io_engine import IOEngine
 
 

@@ -10,7 +10,7 @@ from support.forkserver import in_own_process
 from support.mappings import mapped_of, smaps_at
 
 from zero_infinity.errors import CapacityError
-from zero_infinity.policy.sizes import HUGE_PAGE_BYTES
+from zero_infinity.policy.alignment import HUGE_PAGE_BYTES
 from zero_infinity.storage.pages import (
     PAGE_BYTES,
     address_of,

@@ -15,7 +15,7 @@ from support.forkserver import in_own_process
 from support.swap import aligned, round_trip
 
 from zero_infinity.errors import ConfigError, SwapSpaceError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.swap_device import UNLIMITED
 

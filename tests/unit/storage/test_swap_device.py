@@ -10,7 +10,7 @@ from support.fake_device import FakeDevice
 from support.swap import aligned, round_trip
 
 from benchmarks.throttled_device import ThrottledDevice
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.swap_device import SwapDevice
 

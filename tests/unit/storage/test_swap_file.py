@@ -14,7 +14,7 @@ from mounts import image, mounted
 from support.swap import round_trip
 
 from zero_infinity.errors import SwapSpaceError
-from zero_infinity.policy.sizes import ALIGNMENT
+from zero_infinity.policy.alignment import ALIGNMENT
 from zero_infinity.storage.striped_files import FileDevice
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Units of size that the engine, the planner and the simulator share. Pure arithmetic.
+"""Alignment: pages, huge pages and grains, which the engine, the planner and the simulator share. Pure arithmetic.
 
 Bytes move in pages (`ALIGNMENT`), large chunks in huge pages, and elements are cut at multiples of `GRAIN`.
 """

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_infinity.policy.sizes import ALIGNMENT, GRAIN, round_up, round_up_elements
+from zero_infinity.policy.alignment import ALIGNMENT, GRAIN, round_up, round_up_elements
 
 
 @given(st.integers(0, 2**50), st.integers(1, 2**30))
