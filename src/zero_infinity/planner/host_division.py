@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import TierKind
-from zero_infinity.planner.home_tiers import HomeTiers
 from zero_infinity.planner.model_shapes import ModelShape
+from zero_infinity.planner.state_tiers import HomeTiers
 from zero_infinity.planner.training_job import Workload
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers

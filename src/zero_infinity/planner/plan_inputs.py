@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from zero_infinity.config import MEASURED_FRACTION
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
-from zero_infinity.planner.home_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
 from zero_infinity.planner.host_division import HostPlan, divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import ModelShape
+from zero_infinity.planner.state_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
 from zero_infinity.planner.training_job import HomeRule, TrainingJob, Workload
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.lookahead import copy_lookahead

@@ -8,9 +8,9 @@ import pytest
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import Hardware, load
-from zero_infinity.planner.home_tiers import HomeTiers
 from zero_infinity.planner.host_division import divide_host, shard_elements, unit_sizes
 from zero_infinity.planner.model_shapes import transformer
+from zero_infinity.planner.state_tiers import HomeTiers
 from zero_infinity.planner.training_job import SINGLE, TrainingJob, Workload
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import SharedBuffers, place

@@ -4,7 +4,7 @@ import pytest
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import load
-from zero_infinity.planner.home_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
+from zero_infinity.planner.state_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
 
 GB = 10**9
 TB = 10**12
