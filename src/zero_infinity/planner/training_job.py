@@ -41,7 +41,7 @@ class HomeRule(enum.StrEnum):
     """The rule by which states are placed on tiers."""
 
     ENGINE = "engine"  # all states on the slowest tier in use; faster tiers are caches of it
-    PAPER = "paper"  # ZeRO-Infinity's section 7.1: each kind on the fastest tier with room (`home_tiers`)
+    PAPER = "paper"  # ZeRO-Infinity's section 7.1: each kind on the fastest tier with room (`state_tiers`)
 
 
 @dataclass(frozen=True, slots=True)
