@@ -29,11 +29,11 @@ from benchmarks.tables import aligned
 from benchmarks.turns.contender import WORKER, Contender
 from benchmarks.turns.messages import STATE_BYTES, Race, Setting
 from benchmarks.turns.options import progress
+from zero_infinity.byte_sizes import format_bytes, format_count, format_seconds, parse_bytes
 from zero_infinity.cli import signals
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.storage.io_speed import IOWorkload
-from zero_infinity.units import format_bytes, format_count, format_seconds, parse_bytes
 
 _NUM_STEPS = 3
 _STEADY_STEPS = 6

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.drive_alone import add_arguments, bytes_of, drive_alone, num_layers_of, trained_layers
 from benchmarks.provenance import keep, provenance
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.storage.io_speed import IOWorkload
-from zero_infinity.units import format_bytes
 
 _MEMORY_SHARE = 4  # of the states, when they are on the drive
 _NUM_ROUNDS = 5

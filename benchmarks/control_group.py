@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import ConfigError
-from zero_infinity.units import format_bytes
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMORY_FILES = {1: ("limit_in_bytes", "max_usage_in_bytes", "memsw.limit_in_bytes"), 2: ("max", "peak", "swap.max")}

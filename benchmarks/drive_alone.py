@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_infinity.byte_sizes import parse_bytes
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOWorkload, measure, scratch_memory
 from zero_infinity.storage.striped_files import FileDevice
-from zero_infinity.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn

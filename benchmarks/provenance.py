@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.machine import host_memory
-from zero_infinity.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import zero_infinity as zi
-from zero_infinity.units import format_bytes, parse_bytes
+from zero_infinity.byte_sizes import format_bytes, parse_bytes
 
 _EPILOG = """\
 examples:

@@ -28,8 +28,8 @@ from benchmarks.drive_alone import (
     trained_layers,
 )
 from benchmarks.provenance import keep, provenance
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.storage.io_speed import IOWorkload
-from zero_infinity.units import format_bytes
 
 _MEMORY_SHARE = 8  # of the states
 _LEAST_MEMORY = 256 << 20

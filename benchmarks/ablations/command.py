@@ -27,9 +27,9 @@ from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race, Setting
 from benchmarks.turns.options import add_race, add_turns, progress, race_of, swap_directory
 from benchmarks.turns.rounds import compete
+from zero_infinity.byte_sizes import format_rate, parse_bytes
 from zero_infinity.cli import signals
 from zero_infinity.errors import ConfigError
-from zero_infinity.units import format_rate, parse_bytes
 
 _FRACTION = 1 / 8  # of the states: the budget
 _HALF = 1 / 2  # the budget where a cache has something to keep: at 1/8 all memory is for what comes next

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_infinity.units import format_rate
+from zero_infinity.byte_sizes import format_rate
 
 _SHADES = ("#9ecae1", "#4292c6", "#08519c", "#08306b")
 

@@ -24,9 +24,9 @@ from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import STATE_BYTES, Race, Setting
 from benchmarks.turns.options import add_race, add_turns, progress, swap_directory
 from benchmarks.turns.rounds import compete
+from zero_infinity.byte_sizes import format_bytes, format_seconds
 from zero_infinity.cli import signals
 from zero_infinity.models.presets import Shape
-from zero_infinity.units import format_bytes, format_seconds
 
 _HEADS = 4
 _LR = 3e-4

@@ -17,7 +17,7 @@ from benchmarks.ratios import Ratios, ratios
 from benchmarks.tables import aligned
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race
-from zero_infinity.units import format_bytes, format_count, format_seconds
+from zero_infinity.byte_sizes import format_bytes, format_count, format_seconds
 
 HEADINGS = (
     *("", "s/step", "ratio", "p10-p90", "best/best", "CPU s", "peak RSS", "GB read", "written", "start"),

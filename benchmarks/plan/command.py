@@ -22,12 +22,12 @@ from rich.table import Table
 
 from benchmarks.plan.rank_run import Calibration, PlanConfiguration, StepFigures, run_rank
 from benchmarks.provenance import keep, provenance
+from zero_infinity.byte_sizes import format_bytes, format_seconds
 from zero_infinity.cli.bench_hardware import block_cpu_seconds, measure_drive
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.models.presets import Shape
 from zero_infinity.trace import RANKS
-from zero_infinity.units import format_bytes, format_seconds
 
 _DRIVE_BYTES = 128 << 20
 _MB = 1e6

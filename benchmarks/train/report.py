@@ -22,7 +22,7 @@ from benchmarks.tables import aligned, markdown_table
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Sample
 from benchmarks.turns.rounds import QUIET_CORES
-from zero_infinity.units import format_bytes, format_count, format_seconds
+from zero_infinity.byte_sizes import format_bytes, format_count, format_seconds
 
 HEADINGS = (
     *("contender", "budget", "s/step", "ratio", "p10-p90", "min", "quiet", "best/best", "CPU", "wait"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.turns.child_process import machine_cpu_seconds
 from benchmarks.turns.contender import Contender
-from zero_infinity.units import format_seconds
+from zero_infinity.byte_sizes import format_seconds
 
 # A step is quiet when other processes used at most this part of one core during it.
 QUIET_CORES = 0.1

@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Never, Self, TypeAlias, get_args
 
+from zero_infinity.byte_sizes import format_bytes, parse_bytes
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
-from zero_infinity.units import format_bytes, parse_bytes
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Stage: TypeAlias = Literal[0, 1, 2, 3]

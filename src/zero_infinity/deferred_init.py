@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
@@ -42,7 +43,6 @@ from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.materialize import Materializer
 from zero_infinity.tiling.tile_plan import Tiling, cut, is_tileable
 from zero_infinity.tiling.tiled_ops import TiledWeight
-from zero_infinity.units import format_bytes, suggest_bytes
 
 # Constructions in progress, the innermost last: only that one takes parameters.
 _under_way: list[DeferredInit] = []

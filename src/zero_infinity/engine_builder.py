@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zero_infinity.activations import recompute
 from zero_infinity.activations.block_finder import Stack
 from zero_infinity.activations.offload import ActivationOffload, make_activation_offload
+from zero_infinity.byte_sizes import format_count
 from zero_infinity.comm.channel import Topic
 from zero_infinity.comm.connect import START, Channels, connect
 from zero_infinity.comm.process_group import RankGroup
@@ -46,7 +47,6 @@ from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.attach_tiles import attach_tiles
 from zero_infinity.tiling.materialize import Materializer
 from zero_infinity.trace import COPIES, DEVICE
-from zero_infinity.units import format_count
 
 
 @dataclass(frozen=True, slots=True)

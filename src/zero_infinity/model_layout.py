@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.optim.state_records import StateRecord, StateRecordMaker
 from zero_infinity.params import offloaded_param
@@ -29,7 +30,6 @@ from zero_infinity.policy.unit_sizes import ElementBytes, UnitElements, UnitSize
 from zero_infinity.tiers.copier import copy_size
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiling.tile_plan import Tiling, check_room_to_cut, cut, find_tileable
-from zero_infinity.units import format_bytes
 
 Owners = dict[nn.Module, list[ManagedParameter]]
 

@@ -12,7 +12,7 @@ import torch
 from zero_infinity.cli.hugging_face_shape import from_config
 from zero_infinity.cli.main import main
 from zero_infinity.errors import ConfigError
-from zero_infinity.models.hugging_face import read_any_config
+from zero_infinity.models.hugging_face_config import read_any_config
 
 pytest.importorskip("transformers")
 

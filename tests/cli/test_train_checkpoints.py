@@ -20,12 +20,12 @@ from support.rank_command import Running
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import zero_infinity as zi
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.cli import progress_display
 from zero_infinity.cli.main import main
 from zero_infinity.models import text
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import preset
-from zero_infinity.units import format_bytes
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
 TIGHT = ["--memory", "768KiB"]

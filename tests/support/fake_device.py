@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import SwapSpaceError
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.swap_device import UNLIMITED
-from zero_infinity.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "engine_parts.py": "equivalence/test_models.py",
     "interrupts.py": "faults/test_training_faults.py",
     "model_layout.py": "memory/test_budget.py",
-    "models/hugging_face.py": "cli/test_hugging_face_shape.py",
+    "models/hugging_face_config.py": "cli/test_hugging_face_shape.py",
     "optim/gradient_flow.py": "equivalence/test_training_loops.py",
     "optim/gradient_parts.py": "equivalence/test_training_loops.py",
     "optim/make_training.py": "equivalence/test_models.py",

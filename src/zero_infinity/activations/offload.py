@@ -25,6 +25,7 @@ from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
 from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage, BlockActivationStorage
 from zero_infinity.activations.arena import ActivationArena
 from zero_infinity.activations.replicas import Replicas
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config, ConfigWarning
 from zero_infinity.disable_modes import ordinary_tensors
@@ -33,7 +34,6 @@ from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision
 from zero_infinity.policy.partition import Span
 from zero_infinity.tiers.host_cache import HostCache, SpareBytes
-from zero_infinity.units import format_bytes
 
 # Smaller tensors are not worth a request.
 _SMALL_BYTES = 64 * 1024

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import torch
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.channel import Channel, Topic
 from zero_infinity.errors import DivergenceError
 from zero_infinity.policy.partition import Span
-from zero_infinity.units import format_bytes
 
 _NUMBER = -30  # the topic number of all exchanges here
 _ROW = 1024  # words

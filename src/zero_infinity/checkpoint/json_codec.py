@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES, num_bytes_of
 from zero_infinity.errors import CheckpointError, UsageError
-from zero_infinity.units import format_bytes
 
 # Values are held in memory as text: meant for counters and random states, not for weights.
 MAX_TENSOR_BYTES = 64 << 20

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.checkpoint.strict_json import JsonFields, parse
 from zero_infinity.errors import CheckpointError, StorageError
-from zero_infinity.units import format_bytes
 
 DTYPES = {
     "F64": torch.float64,

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CheckpointError, StorageError
-from zero_infinity.units import format_bytes
 
 Kind = TypeVar("Kind")
 

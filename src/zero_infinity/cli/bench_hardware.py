@@ -21,13 +21,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
+from zero_infinity.byte_sizes import format_rate, parse_bytes
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.planner import hardware
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
 from zero_infinity.storage.striped_files import FileDevice
-from zero_infinity.units import format_rate, parse_bytes
 
 _MIB = 1 << 20
 _SCRATCH_BYTES = 64 * _MIB

@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, fields
 from rich.console import Console
 from rich.table import Table
 
+from zero_infinity.byte_sizes import format_bytes, format_seconds, parse_bytes
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
 from zero_infinity.storage.striped_files import FileDevice
-from zero_infinity.units import format_bytes, format_seconds, parse_bytes
 
 _MIB = 1 << 20
 _REQUESTS = (1 * _MIB, 4 * _MIB, 8 * _MIB, 16 * _MIB)

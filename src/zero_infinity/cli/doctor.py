@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zero_infinity.byte_sizes import format_bytes, format_count
 from zero_infinity.machine import host_memory
 from zero_infinity.policy.alignment import ALIGNMENT
-from zero_infinity.units import format_bytes, format_count
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from zero_infinity.units import format_bytes
+from zero_infinity.byte_sizes import format_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\

@@ -20,8 +20,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from zero_infinity._torch import FAKE_TENSOR_LOGGER, NEEDS_VALUES, FakeTensorMode
 from zero_infinity.activations.block_finder import repeated_blocks
 from zero_infinity.errors import ConfigError
-from zero_infinity.models import hugging_face
-from zero_infinity.models.hugging_face import HuggingFaceConfig
+from zero_infinity.models import hugging_face_config
+from zero_infinity.models.hugging_face_config import HuggingFaceConfig
 from zero_infinity.planner import module_shapes
 from zero_infinity.planner.model_shapes import ModelShape
 
@@ -35,7 +35,7 @@ _INPUTS_UNKNOWN = (TypeError, ValueError, AttributeError)
 
 def from_config(path: Path, seq: int | None) -> ModelShape:
     """The model of a config file, or of the one in a directory; `seq` replaces its own sequence length."""
-    config = hugging_face.read_any_config(path)
+    config = hugging_face_config.read_any_config(path)
     length = _length(config, seq)
     with _quiet(), FakeTensorMode():
         try:
@@ -45,7 +45,7 @@ def from_config(path: Path, seq: int | None) -> ModelShape:
         except ConfigError:
             raise
         except (*_ASKS_FOR_VALUES, *_INPUTS_UNKNOWN) as error:
-            reason = hugging_face.reason(error)
+            reason = hugging_face_config.reason(error)
         except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
             raise _does_not_work(config, error) from None
     try:
@@ -55,7 +55,7 @@ def from_config(path: Path, seq: int | None) -> ModelShape:
         raise _does_not_work(config, error) from None
     name = str(config.settings.model_type)
     print(f"warning: {name} cannot run without values ({reason}); counted by its parameters", file=sys.stderr)
-    part = hugging_face.part_of_experts(config)
+    part = hugging_face_config.part_of_experts(config)
     return module_shapes.outline(model, seq=length, name=name, blocks=repeated_blocks(model), part_of_experts=part)
 
 
@@ -64,7 +64,7 @@ def check(config: HuggingFaceConfig) -> None:
     with _quiet(), FakeTensorMode():
         try:
             tokens = torch.zeros(1, min(_SHORT_SEQ, config.max_seq or _SHORT_SEQ), dtype=torch.long)
-            hugging_face.loss_of(config.build(without_memory=True), tokens)
+            hugging_face_config.loss_of(config.build(without_memory=True), tokens)
         except _ASKS_FOR_VALUES:
             pass  # may work with real values
         except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
@@ -72,7 +72,7 @@ def check(config: HuggingFaceConfig) -> None:
 
 
 def _length(config: HuggingFaceConfig, seq: int | None) -> int:
-    patches = hugging_face.num_patches(config)
+    patches = hugging_face_config.num_patches(config)
     if patches is not None:
         if seq is not None:
             raise ConfigError(
@@ -93,7 +93,7 @@ def _run(config: HuggingFaceConfig, model: nn.Module, blocks: list[nn.Module], l
     has_attention = getattr(text, "num_attention_heads", None) is not None
     run_length = length if has_attention else min(length, getattr(text, "chunk_size", _SHORT_SEQ))
     failure: Exception = ValueError("what it takes is not known")
-    for inputs in hugging_face.inputs_of(config, model, run_length):
+    for inputs in hugging_face_config.inputs_of(config, model, run_length):
         for training in (True, False):
             try:
                 described = module_shapes.describe(
@@ -114,7 +114,7 @@ def _run(config: HuggingFaceConfig, model: nn.Module, blocks: list[nn.Module], l
 def _does_not_work(config: HuggingFaceConfig, error: Exception) -> ConfigError:
     return ConfigError(
         f"hf: {config.path}: {config.model_class.__name__} does not work with these values: "
-        f"{hugging_face.reason(error)}\n"
+        f"{hugging_face_config.reason(error)}\n"
         "  fix:   values that go together, as in the config.json that a model was saved with"
     )
 

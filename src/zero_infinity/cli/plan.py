@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zero_infinity.byte_sizes import format_bytes, format_count, format_rate, format_seconds
 from zero_infinity.cli import plan_arguments
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner import hardware as profiles
 from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan import BandwidthNeed, Plan, alternatives, make_plan, works
-from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
 _EPILOG = """\
 examples:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from zero_infinity.byte_sizes import parse_bytes
 from zero_infinity.cli.number_options import above_zero, integer
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner import hardware as profiles
@@ -14,7 +15,6 @@ from zero_infinity.planner import model_shapes as models
 from zero_infinity.planner.hardware import Hardware, TierKind
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.training_job import MIXED, SINGLE, HomeRule, TrainingJob
-from zero_infinity.units import parse_bytes
 
 _STATES = {"float32": SINGLE, "mixed": MIXED}
 _MAX_COUNT = 10**7  # of anything; more is a typing error

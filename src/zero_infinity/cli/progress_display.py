@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from rich import progress as rich_progress
 from rich.console import Console
 
-from zero_infinity.units import format_bytes, format_seconds
+from zero_infinity.byte_sizes import format_bytes, format_seconds
 
 # Between two updates of a transfer: on a terminal, and as lines.
 _REFRESH_SECONDS = 0.1

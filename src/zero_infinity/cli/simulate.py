@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zero_infinity.byte_sizes import format_bytes, format_count, format_seconds
 from zero_infinity.cli import plan_arguments
 from zero_infinity.cli.plan import outcome_json, table_of
 from zero_infinity.errors import ConfigError
@@ -18,7 +19,6 @@ from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan_inputs import PlanInputs, prepare
 from zero_infinity.planner.simulator import simulate
 from zero_infinity.trace import Trace
-from zero_infinity.units import format_bytes, format_count, format_seconds
 
 _EPILOG = """\
 examples:

@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_infinity import api
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.checkpoint.checkpoint_directory import CheckpointDraft, has_checkpoint
 from zero_infinity.cli.progress_display import Progress
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.text import ByteBatches
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
-from zero_infinity.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

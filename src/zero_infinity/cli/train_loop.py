@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_infinity import api
+from zero_infinity.byte_sizes import format_bytes, format_count
 from zero_infinity.cli import hugging_face_shape
 from zero_infinity.cli.progress_display import Progress, Step
 from zero_infinity.cli.ranks import Ranks
@@ -30,10 +31,9 @@ from zero_infinity.cli.train_summary import RankFigures, Summary, figures_of, su
 from zero_infinity.config import Config
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
-from zero_infinity.models import hugging_face, text
+from zero_infinity.models import hugging_face_config, text
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
-from zero_infinity.units import format_bytes, format_count
 
 _DEFAULT_SEQ = 256  # of a Hugging Face model
 _MOMENTUM = 0.9
@@ -197,10 +197,10 @@ def _workload(job: TrainJob) -> _Workload:
     if isinstance(job.model, Shape):
         shape = job.model
         return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
-    config = hugging_face.read_config(job.model)
+    config = hugging_face_config.read_config(job.model)
     hugging_face_shape.check(config)
     limit = config.max_seq
     seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
     if limit is not None and seq > limit:
         raise UsageError(f"--seq is {seq}, but {job.model} has positions for {limit}\n  fix:   --seq {limit}")
-    return _Workload(config.build, lambda model, inputs, _: hugging_face.loss_of(model, inputs), seq)
+    return _Workload(config.build, lambda model, inputs, _: hugging_face_config.loss_of(model, inputs), seq)

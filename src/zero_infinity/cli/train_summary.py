@@ -10,8 +10,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from zero_infinity.byte_sizes import format_bytes, format_count, format_rate, format_seconds
 from zero_infinity.engine_stats import Stats
-from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds
 
 # Warranted lifetime writes of a 1 TB consumer drive (JEDEC's TBW).
 ENDURANCE_BYTES = 600 * 10**12

@@ -20,8 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import ConfigError, StorageError
-from zero_infinity.units import format_bytes
 
 # Caches, installed packages and version control data are not training text.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}

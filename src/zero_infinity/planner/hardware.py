@@ -18,8 +18,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from zero_infinity.byte_sizes import parse_bytes
 from zero_infinity.errors import ConfigError
-from zero_infinity.units import parse_bytes
 
 
 class TierKind(enum.StrEnum):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.model_shapes import ModelShape
@@ -15,7 +16,6 @@ from zero_infinity.planner.training_job import Workload
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers
 from zero_infinity.policy.unit_sizes import UnitElements, UnitSize, copy_bytes, unit_size
-from zero_infinity.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.config import MEASURED_FRACTION
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
@@ -20,7 +21,6 @@ from zero_infinity.policy.lookahead import copy_lookahead
 from zero_infinity.policy.memory_budget import MemoryDivision
 from zero_infinity.policy.tile_sizes import default_tile_bytes
 from zero_infinity.policy.unit_sizes import UnitSize
-from zero_infinity.units import format_bytes
 
 # A model of more units than this is simulated by a slice: a part of its blocks (which are alike) with the same part of
 # the host's cache, and every result times the number of slices. So the largest models take seconds, too.

@@ -6,6 +6,7 @@ room starts after that write.
 
 from __future__ import annotations
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import HardwareTier
 from zero_infinity.planner.host_division import HostPlan
@@ -13,7 +14,6 @@ from zero_infinity.planner.rank_links import VirtualLink
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
 from zero_infinity.trace import Category
-from zero_infinity.units import format_bytes
 
 
 class SimulatedHost:

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from itertools import count
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.outcome import LinkTraffic, SimulatedStep
@@ -29,7 +30,6 @@ from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
 from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.lookahead import copy_lookahead
 from zero_infinity.trace import WAIT, Category, Trace
-from zero_infinity.units import format_bytes
 
 # The first step records the order of uses. Then the device fetches ahead, which changes the order of accesses to the
 # host; moving updates into backward changes it once more. Two more steps fill memory in the final order. After that

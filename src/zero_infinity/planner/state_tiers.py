@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
-from zero_infinity.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy import chunk_size
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home, home_of_small_units, is_small
 from zero_infinity.policy.lookahead import lookahead_bytes
 from zero_infinity.policy.unit_sizes import UnitSize
-from zero_infinity.units import format_bytes, suggest_bytes
 
 # Gradients on their way to the update may take this share of the budget (or one whole unit's, if that is more).
 _GRADIENT_SHARE = 1 / 8

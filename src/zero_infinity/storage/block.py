@@ -17,6 +17,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home
@@ -25,7 +26,6 @@ from zero_infinity.storage.grant_queue import BufferRequest
 from zero_infinity.storage.io_engine import IOTicket
 from zero_infinity.storage.io_types import Priority
 from zero_infinity.storage.pages import PAGE_BYTES
-from zero_infinity.units import format_bytes
 
 
 class Residence(enum.Enum):

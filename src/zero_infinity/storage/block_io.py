@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CorruptionError, EngineClosedError, UsageError, ZeroInfinityError
 from zero_infinity.policy.alignment import ALIGNMENT, round_up
 from zero_infinity.storage.block import Block
@@ -16,7 +17,6 @@ from zero_infinity.storage.free_extents import FreeExtents
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.store_monitor import StoreMonitor
-from zero_infinity.units import format_bytes
 
 # Called when a transfer has ended, well or not, with the lock of the store held.
 Done = Callable[[Block], None]

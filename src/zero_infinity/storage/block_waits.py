@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.storage.block import Block, Residence
@@ -24,7 +25,6 @@ from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.io_types import Priority
 from zero_infinity.storage.snapshot_guard import SnapshotGuard
 from zero_infinity.storage.store_monitor import StoreMonitor
-from zero_infinity.units import format_bytes
 
 # How often a waiting thread looks for tensors that have died: their finalizers may not wake anyone.
 _POLL_SECONDS = 0.001

@@ -18,12 +18,12 @@ import os
 import threading
 from time import perf_counter
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import TransferError, UsageError
 from zero_infinity.storage.io_queue import IOQueue, IOTransfer
 from zero_infinity.storage.io_types import Direction
 from zero_infinity.storage.swap_device import SwapDevice
 from zero_infinity.trace import STORAGE, Category, Trace
-from zero_infinity.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

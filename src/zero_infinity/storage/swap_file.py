@@ -30,9 +30,9 @@ import tempfile
 import warnings
 import weakref
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import SwapSpaceError
 from zero_infinity.policy.alignment import ALIGNMENT
-from zero_infinity.units import format_bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.channel import Channel
 from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError, DivergenceError
@@ -23,7 +24,6 @@ from zero_infinity.tiers.copier import Copier, CopySource, DeviceCopy, copy_size
 from zero_infinity.tiers.host_cache import HostCache
 from zero_infinity.tiers.tier import Tier
 from zero_infinity.trace import COPIES, HOST
-from zero_infinity.units import format_bytes
 
 # Group numbers start here, so that they never equal a unit number.
 _JOINED = 1 << 32

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.cache_policy import NoRoomError
@@ -19,7 +20,6 @@ from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.storage.io_types import Priority
 from zero_infinity.tiers.compute_thread import ComputeThread
 from zero_infinity.tiers.tier import Tier
-from zero_infinity.units import format_bytes, suggest_bytes
 
 
 class SpareBytes:

@@ -15,13 +15,13 @@ from typing import Protocol
 
 import torch
 
+from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.tiers.compute_device import DeviceMemory
 from zero_infinity.tiers.host_cache import SpareBytes
-from zero_infinity.units import format_bytes, suggest_bytes
 
 
 class Lender(Protocol):

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from zero_infinity._torch import has_gradient_hooks, no_torch_function
+from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.find_parameters import own_parameters
@@ -30,7 +31,6 @@ from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.policy.tile_sizes import default_tile_bytes, rows_per_tile
-from zero_infinity.units import format_bytes, suggest_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from zero_infinity import ConfigError
+from zero_infinity.byte_sizes import parse_count
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import PRESETS, Shape, preset
-from zero_infinity.units import parse_count
 
 
 @pytest.mark.parametrize("name", PRESETS)

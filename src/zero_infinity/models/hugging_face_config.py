@@ -103,7 +103,8 @@ def read_any_config(path: Path) -> HuggingFaceConfig:
             return HuggingFaceConfig(path, settings, kind._model_mapping[type(settings)])
     raise ConfigError(
         f"hf: {path}: transformers has no model for {values['model_type']!r}\n"
-        "  fix:   --layers, --hidden and --heads, or plan.modules.describe for a model of your own"
+        "  fix:   --layers, --hidden and --heads, or for a model of your own in Python "
+        "zero_infinity.planner.module_shapes.describe"
     )
 
 

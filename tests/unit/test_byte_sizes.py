@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero_infinity.byte_sizes import format_bytes, format_count, format_rate, format_seconds, parse_bytes, parse_count
 from zero_infinity.errors import ConfigError
-from zero_infinity.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, parse_count
 
 BINARY = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4, "PiB": 1024**5, "EiB": 1024**6}
 DECIMAL = {"kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "PB": 1000**5, "EB": 1000**6}
