@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from support.patience import wait_until
-from zero_infinity.storage import allocator, buffer_pool
+from zero_infinity.storage import arena, buffer_pool
 from zero_infinity.storage.buffer_pool import BufferPool
 
 
@@ -110,7 +110,7 @@ def watch_pools(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
-    real_map, real_unmap = allocator.map_pages, allocator.unmap_pages
+    real_map, real_unmap = arena.map_pages, arena.unmap_pages
     lock = threading.Lock()
 
     def count(num_bytes: int) -> None:
@@ -127,6 +127,6 @@ def _watch_kernel(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         real_unmap(address, num_bytes)
         count(-num_bytes)
 
-    monkeypatch.setattr(allocator, "map_pages", map_pages)
-    for module in (allocator, buffer_pool):
+    monkeypatch.setattr(arena, "map_pages", map_pages)
+    for module in (arena, buffer_pool):
         monkeypatch.setattr(module, "unmap_pages", unmap_pages)

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
+from zero_infinity.activations.activation_arena import ActivationArena
 from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage, BlockActivationStorage
-from zero_infinity.activations.arena import ActivationArena
 from zero_infinity.activations.replicas import Replicas
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.process_group import RankGroup

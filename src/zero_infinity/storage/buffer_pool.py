@@ -23,7 +23,7 @@ import torch
 
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.policy.alignment import round_up
-from zero_infinity.storage.allocator import Arena
+from zero_infinity.storage.arena import Arena
 from zero_infinity.storage.buffer import Buffer, Lease
 from zero_infinity.storage.grant_queue import BufferRequest, Callback, GrantQueue
 from zero_infinity.storage.pages import PAGE_BYTES, unmap_pages

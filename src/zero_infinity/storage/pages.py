@@ -1,6 +1,6 @@
 """Anonymous memory from the kernel: map, unmap and move whole pages, and view them as bytes.
 
-Thin wrappers over libc. They keep no state: `allocator` decides which pages to map and which to reuse.
+Thin wrappers over libc. They keep no state: `arena.py` decides which pages to map and which to reuse.
 
 Kernel facts:
 - Python's `mmap.mmap(-1, n)` is MAP_SHARED: it is charged as page cache, gets no huge pages and cannot be unmapped in

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from zero_infinity.activations.arena import ActivationArena
+from zero_infinity.activations.activation_arena import ActivationArena
 from zero_infinity.activations.offload import ActivationOffload
 from zero_infinity.activations.replicas import Replicas
 from zero_infinity.config import ConfigWarning

@@ -22,7 +22,7 @@ from support.forkserver import in_own_process
 from support.patience import SECONDS
 
 from zero_infinity.errors import CapacityError, UsageError
-from zero_infinity.storage import allocator
+from zero_infinity.storage import arena
 from zero_infinity.storage.buffer import Buffer
 from zero_infinity.storage.buffer_pool import BufferPool
 from zero_infinity.storage.pages import PAGE_BYTES
@@ -107,8 +107,8 @@ def held_after(pool: BufferPool) -> int:
 def test_a_steady_state_calls_neither_mmap_nor_munmap(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("map_pages", "unmap_pages"):
-        real = getattr(allocator, name)
-        monkeypatch.setattr(allocator, name, lambda *args, real=real: (calls.append(""), real(*args))[1])
+        real = getattr(arena, name)
+        monkeypatch.setattr(arena, name, lambda *args, real=real: (calls.append(""), real(*args))[1])
     pool = BufferPool(64 * MIB)
 
     def step() -> None:
@@ -133,7 +133,7 @@ def test_a_steady_state_calls_neither_mmap_nor_munmap(monkeypatch: pytest.Monkey
 def test_the_process_never_maps_more_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BufferPool(20 * MIB + 1234)
     mapped, most = 0, 0
-    real_map, real_unmap = allocator.map_pages, allocator.unmap_pages
+    real_map, real_unmap = arena.map_pages, arena.unmap_pages
 
     def spy_map(num_bytes: int) -> int:
         nonlocal mapped, most
@@ -147,8 +147,8 @@ def test_the_process_never_maps_more_than_the_budget(monkeypatch: pytest.MonkeyP
         mapped -= num_bytes
         real_unmap(address, num_bytes)
 
-    monkeypatch.setattr(allocator, "map_pages", spy_map)
-    monkeypatch.setattr(allocator, "unmap_pages", spy_unmap)
+    monkeypatch.setattr(arena, "map_pages", spy_map)
+    monkeypatch.setattr(arena, "unmap_pages", spy_unmap)
     draw = random.Random(7)
     live: list[Buffer] = []
     charges: list[int] = []
@@ -205,7 +205,7 @@ def test_a_refusal_of_the_kernel_leaves_the_pool_and_its_queue_intact(monkeypatc
         raise CapacityError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(allocator, "map_pages", refuse)
+        patch.setattr(arena, "map_pages", refuse)
         with pytest.raises(CapacityError, match="refused"):
             held.release()
     assert held not in pool._live.values()
@@ -277,7 +277,7 @@ def test_close_ends_a_blocked_take(pool: BufferPool) -> None:
 
 def test_a_dropped_pool_gives_its_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     unmapped: list[tuple[int, int]] = []
-    monkeypatch.setattr(allocator, "unmap_pages", lambda address, num_bytes: unmapped.append((address, num_bytes)))
+    monkeypatch.setattr(arena, "unmap_pages", lambda address, num_bytes: unmapped.append((address, num_bytes)))
     pool = BufferPool(MIB)
     buffer = pool.take(PAGE)
     buffer.release()

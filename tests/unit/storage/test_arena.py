@@ -9,8 +9,8 @@ from support.mappings import mapped_of
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.alignment import HUGE_PAGE_BYTES
-from zero_infinity.storage import allocator
-from zero_infinity.storage.allocator import Arena
+from zero_infinity.storage import arena as arenas
+from zero_infinity.storage.arena import Arena
 from zero_infinity.storage.pages import PAGE_BYTES, map_pages, view_memory
 from zero_infinity.storage.pinning import Pinning
 
@@ -24,13 +24,13 @@ def system_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def count(name: str) -> None:
-        real = getattr(allocator, name)
+        real = getattr(arenas, name)
 
         def counted(*args: int) -> object:
             calls.append(name)
             return real(*args)
 
-        monkeypatch.setattr(allocator, name, counted)
+        monkeypatch.setattr(arenas, name, counted)
 
     count("map_pages")
     count("unmap_pages")
@@ -118,13 +118,13 @@ def test_a_kernel_that_moves_no_more_pages_costs_page_faults_only(
 ) -> None:
     arena = Arena()
     used, free = scattered_huge_pages(arena)
-    real, moved = allocator.move_huge_page, []
+    real, moved = arenas.move_huge_page, []
 
     def move(source: int, destination: int) -> bool:
         moved.append(source)
         return len(moved) <= num_moved and real(source, destination)
 
-    monkeypatch.setattr(allocator, "move_huge_page", move)
+    monkeypatch.setattr(arenas, "move_huge_page", move)
     whole = arena.take(16 * MIB, limit=32 * MIB)
     assert len(moved) == num_moved + 1
     assert arena.mapped_bytes == 32 * MIB
@@ -201,7 +201,7 @@ def test_memory_that_cannot_be_pinned_is_unmapped(monkeypatch: pytest.MonkeyPatc
     def refuse(address: int, num_bytes: int) -> None:
         raise CapacityError("no")
 
-    monkeypatch.setattr(allocator, "map_pages", spy)
+    monkeypatch.setattr(arenas, "map_pages", spy)
     arena = Arena(Pinning(refuse, lambda _: None, lambda: None))
     with pytest.raises(CapacityError, match="no"):
         arena.take(2 * MIB, limit=NO_LIMIT)

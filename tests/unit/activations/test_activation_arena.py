@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero_infinity.activations.activation_arena import ActivationArena
 from zero_infinity.activations.activation_storage import ActivationSlot
-from zero_infinity.activations.arena import ActivationArena
 
 CPU = torch.device("cpu")
 
