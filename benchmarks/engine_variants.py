@@ -8,7 +8,8 @@ from pathlib import Path
 from benchmarks.throttled_device import ThrottledDevice
 from zero_infinity.comm.channel import Traffic
 from zero_infinity.engine_parts import EngineParts
-from zero_infinity.policy.cache_policy import BlockId, CachePolicy, Decision
+from zero_infinity.policy.access_order import BlockId
+from zero_infinity.policy.cache_policy import CachePolicy, Decision
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.tiers.emulated_accelerator import SlowLink
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from zero_infinity.comm.channel import Traffic
-from zero_infinity.policy.cache_policy import BlockId, CachePolicy
+from zero_infinity.policy.access_order import BlockId
+from zero_infinity.policy.cache_policy import CachePolicy
 from zero_infinity.storage.striped_files import FileDevice
 from zero_infinity.storage.swap_device import SwapDevice
 

@@ -13,9 +13,7 @@ It knows nothing of time, threads, torch or files: the same accesses give the sa
 simulator. Its accounting is *logical*: a block is in memory from the decision to fetch it to the decision to evict it.
 An executor that carries out the decisions in order never needs more than the budget.
 
-If an access differs from the recorded order, the policy jumps to the block's nearest occurrence in the order if that is
-ahead (something was skipped), and keeps its position if it is behind (something is repeated, or comes late). At the end
-of the cycle the newly recorded order replaces the old one.
+`access_order.py` records the order, and finds the place in it when an access differs from it.
 
 The cost of an access does not grow with the model: the window slides along with the clock, so a block is visited once
 when it enters the window and once when it is used. Only a jump visits everything that was skipped.
@@ -24,16 +22,12 @@ when it enters the window and once when it is used. Only a jump visits everythin
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-BlockId = int
+from zero_infinity.policy.access_order import AccessOrder, BlockId
 
-# The next use of a block that is not in the order: later than any other. Its recency is subtracted, so that the least
-# recently used of these blocks is evicted first.
-_NEVER = 1 << 60
 # Stale heap entries allowed in addition to one per block in memory, before the heap is rebuilt.
 _STALE_ENTRIES = 64
 
@@ -70,13 +64,7 @@ class CachePolicy:
         self._sizes: dict[BlockId, int] = {}
         self._cached: set[BlockId] = set()
         self.cached_bytes = 0
-        self._order: list[BlockId] = []
-        self._positions: dict[BlockId, list[int]] = {}
-        self._recorded: list[BlockId] = []
-        self._clock = 0  # absolute position: cycles * len(order) + position in the cycle
-        self._lost: BlockId | None = None  # the last access, if the order has no place for it ahead
-        self._num_accesses = 0
-        self._recency: dict[BlockId, int] = {}  # number of its last access
+        self._order = AccessOrder()
         # Farthest next use first; an entry is stale if the block was evicted or its next use has changed.
         self._farthest: list[tuple[int, BlockId]] = []
         self._next_use: dict[BlockId, int] = {}
@@ -99,15 +87,13 @@ class CachePolicy:
     @property
     def order(self) -> tuple[BlockId, ...]:
         """The accesses of the last complete cycle; empty while the first is being recorded."""
-        return tuple(self._order)
+        return self._order.accesses
 
     # ------------------------------------------------------------------ events
 
     def access(self, block: BlockId) -> Decision:
         """`block` is used now."""
-        self._recorded.append(block)
-        self._num_accesses += 1
-        self._recency[block] = self._num_accesses
+        self._order.record(block)
         self._follow(block)
         evict: list[BlockId] = []
         fetch: list[BlockId] = []
@@ -127,7 +113,7 @@ class CachePolicy:
 
     def retract(self) -> None:
         """The last access did not happen after all: remove it from the order."""
-        self._recorded.pop()
+        self._order.retract()
 
     def shrink(self, budget: int) -> tuple[BlockId, ...]:
         """Change the budget; returns what must be evicted."""
@@ -147,81 +133,34 @@ class CachePolicy:
 
         If the next cycle is known to differ (`same_order` is False), the order is recorded from scratch.
         """
-        recorded, self._recorded = self._recorded, []
-        if not same_order:
-            self._adopt([])
-        elif recorded and recorded != self._order:
-            self._adopt(recorded)
-        elif self._order and self._clock % len(self._order):
-            self._jump(0)
-        self._lost = None
-
-    # ------------------------------------------------------------------ the position in the order
-
-    def _adopt(self, order: list[BlockId]) -> None:
-        self._order = order
-        self._positions = {}
-        for place, block in enumerate(order):
-            self._positions.setdefault(block, []).append(place)
-        self._num_missing = len(self._positions.keys() - self._cached)
-        self._jump(0)
-
-    def _jump(self, clock: int) -> None:
-        """Continue at another position: the next use of every block has changed."""
-        self._clock = self._window_end = clock
-        self._window_bytes = 0
-        self._window.clear()
-        self._next_use = {block: self._upcoming_use(block) for block in self._cached}
-        self._sort()
+        if self._order.end_cycle(same_order=same_order):
+            self._num_missing = len(self._order.blocks - self._cached)
+            self._restart()
 
     def _follow(self, block: BlockId) -> None:
-        """Advance the clock past this access, or jump to its next occurrence in the order."""
+        """Advance past this access, or continue at its next occurrence in the order."""
         if not self._order:
             return
-        if self._order[self._clock % len(self._order)] == block:
-            self._lost = None
+        if self._order.at(self._order.clock) == block:
             self._leave_window(block)
-            self._clock += 1
+            self._order.advance()
             return
         self.num_deviations += 1
-        place = self._place_of(block)
-        if place is None:
-            self._lost = block
-        else:
-            self._lost = None
-            self._jump(place + 1)
+        if self._order.jump_past(block):
+            self._restart()
 
-    def _place_of(self, block: BlockId) -> int | None:
-        """Return the absolute position of an unexpected access; None if it is not ahead of the clock."""
-        places = self._positions.get(block)
-        if places is None:
-            return None
-        length = len(self._order)
-        # Two unexpected accesses that are consecutive in the order determine the position, however far away it is.
-        ahead = [
-            (p - self._clock) % length for p in places if self._lost is not None and self._order[p - 1] == self._lost
-        ]
-        if ahead:
-            return self._clock + min(ahead)
-        distance = self._upcoming_use(block) - self._clock
-        behind = min((self._clock - p) % length for p in places)
-        return self._clock + distance if distance <= behind else None
-
-    def _upcoming_use(self, block: BlockId) -> int:
-        """Return the absolute position of the next access to `block` at or after the clock."""
-        places = self._positions.get(block)
-        if places is None:
-            return _NEVER - self._recency.get(block, 0)
-        cycle, place = divmod(self._clock, len(self._order))
-        index = bisect_left(places, place)
-        if index < len(places):
-            return cycle * len(self._order) + places[index]
-        return (cycle + 1) * len(self._order) + places[0]
+    def _restart(self) -> None:
+        """Continue at another position: the next use of every block has changed."""
+        self._window_end = self._order.clock
+        self._window_bytes = 0
+        self._window.clear()
+        self._next_use = {block: self._order.next_use(block) for block in self._cached}
+        self._sort()
 
     # ------------------------------------------------------------------ eviction
 
     def _rank(self, block: BlockId) -> None:
-        upcoming = self._upcoming_use(block)
+        upcoming = self._order.next_use(block)
         if self._next_use.get(block) == upcoming:
             return
         self._next_use[block] = upcoming
@@ -282,12 +221,12 @@ class CachePolicy:
         if not self._num_missing or not self._order:
             return
         length = len(self._order)
-        self._window_end = max(self._window_end, self._clock)
+        self._window_end = max(self._window_end, self._order.clock)
         # The clock is past the current access, which may be the last of its cycle.
-        cycle = (self._clock - (current is not None)) // length
-        end = self._clock + length if self._wraps else (cycle + 1) * length
+        cycle = (self._order.clock - (current is not None)) // length
+        end = self._order.clock + length if self._wraps else (cycle + 1) * length
         while self._window_end < end:
-            block = self._order[self._window_end % length]
+            block = self._order.at(self._window_end)
             if not self._window[block]:
                 size = self._sizes[block]
                 if self._window_bytes + size > self.lookahead:
@@ -317,7 +256,7 @@ class CachePolicy:
             else:
                 evict.append(victim)
         self._cached.add(block)
-        self._num_missing -= block in self._positions
+        self._num_missing -= block in self._order
         self.cached_bytes += self._sizes[block]
         self._rank(block)
         if block in evict:
@@ -327,12 +266,12 @@ class CachePolicy:
 
     def _remove(self, block: BlockId) -> None:
         self._cached.discard(block)
-        self._num_missing += block in self._positions
+        self._num_missing += block in self._order
         self._next_use.pop(block, None)
         self.cached_bytes -= self._sizes[block]
         if self._window[block]:
             # The window ends before its next use until it is fetched again.
-            upcoming = self._upcoming_use(block)
+            upcoming = self._order.next_use(block)
             while self._window_end > upcoming:
                 self._window_end -= 1
-                self._leave_window(self._order[self._window_end % len(self._order)])
+                self._leave_window(self._order.at(self._window_end))

@@ -15,7 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError
-from zero_infinity.policy.cache_policy import BlockId, Decision, NoRoomError
+from zero_infinity.policy.access_order import BlockId
+from zero_infinity.policy.cache_policy import Decision, NoRoomError
 from zero_infinity.tiers.compute_thread import ComputeThread
 
 
