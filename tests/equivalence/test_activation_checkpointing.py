@@ -26,6 +26,7 @@ from support.compare import (
     same_bits,
     training,
 )
+from support.device import DEVICE
 from support.models import (
     CASES,
     Case,
@@ -168,7 +169,7 @@ class OddModel(nn.Module):
         self.layers = nn.ModuleList(Odd() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state, total, seen = Out(x, None, ""), torch.zeros(()), []
+        state, total, seen = Out(x, None, ""), torch.zeros((), device=DEVICE), []
         for number, layer in enumerate(self.layers):
             mask = x > 1 if number else None
             state, nothing, more = layer(state, seen=seen, options={"fill": 0.5}, context_fn=1.25, mask=mask)
@@ -469,7 +470,7 @@ def test_held_bytes_are_those_of_the_equation(depth: int, interval: int) -> None
 
 
 def test_held_bytes_of_a_decoder_grow_by_one_input_a_layer() -> None:
-    batch = torch.ones(2, 8, dtype=torch.long)
+    batch = torch.ones(2, 8, dtype=torch.long, device=DEVICE)
 
     def build(depth: int) -> nn.Module:
         shape = LlamaConfig(

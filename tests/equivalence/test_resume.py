@@ -29,6 +29,7 @@ from support.compare import (
     seeded,
     sgd,
 )
+from support.device import DEVICE, on_device
 from support.models import CASES, Case, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer
@@ -300,11 +301,11 @@ def test_any_shapes_pieces_and_rooms(
         layers = [nn.Linear(a, b) for a, b in zip([3, *widths], [*widths, 2], strict=True)]
         model, optimizer = zi.prepare(*_with_adamw(nn.Sequential(*layers)), zi.Config(memory="4MiB", nvme=directory))
         for number in range(2):
-            model(torch.randn(4, 3, generator=seeded(number))).sum().backward()
+            model(on_device(torch.randn(4, 3, generator=seeded(number)))).sum().backward()
             optimizer.step()
         zi.save(directory / "saved", model, optimizer)
         expected = copied(model.state_dict()), copied(optimizer.state_dict())
-        model(torch.randn(4, 3)).sum().backward()
+        model(torch.randn(4, 3, device=DEVICE)).sum().backward()
         optimizer.step()
         zi.load(directory / "saved", model, optimizer)
         assert_same("states", expected, (copied(model.state_dict()), copied(optimizer.state_dict())))
@@ -362,7 +363,7 @@ def test_loading_after_training_reads_nothing_of_what_it_replaces(tmp_path: Path
     config = zi.Config(memory="7MiB", nvme=tmp_path)
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
     for _ in range(3):
-        model(torch.ones(1, 512)).sum().backward()
+        model(torch.ones(1, 512, device=DEVICE)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     zi.save(tmp_path / "saved", model, optimizer)

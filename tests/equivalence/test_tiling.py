@@ -28,6 +28,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import DEVICE, on_device
 from support.models import (
     CASES,
     VOCABULARY,
@@ -175,7 +176,7 @@ def test_an_embedding_and_a_first_layer_are_bit_identical(tmp_path: Path) -> Non
 def test_outputs_of_a_linear_layer_are_bit_identical(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(96, 256)
-    x = torch.randn(4, 24, 96)
+    x = torch.randn(4, 24, 96, device=DEVICE)
     expected = model(x)
     model, _ = zi.prepare(model, sgd(model), zi.Config(memory="4MiB", nvme=tmp_path, tile_above="48KiB"))
     assert tiled(model) == {"weight": 4}
@@ -219,7 +220,7 @@ def test_any_shape_in_any_tiles(
             model.head.weight = model.words.weight
         return model
 
-    batch = lambda number: torch.randint(0, words, (2, 5), generator=seeded(number))
+    batch = lambda number: on_device(torch.randint(0, words, (2, 5), generator=seeded(number)))
     case = Case(make, batch, next_token)
     script = training(batch, next_token, num_steps=3)
     plain = run_plain(make, script, sgd)
@@ -440,7 +441,7 @@ def test_a_whole_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path) 
     with pytest.raises(zi.CapacityError, match=r"'0.weight' is used in 16 tiles.*512\.0 KiB.*\n  fix:   memory="):
         model[0].weight.norm()
     for _ in range(3):
-        model(torch.ones(2, 256)).mean().backward()
+        model(torch.ones(2, 256, device=DEVICE)).mean().backward()
         optimizer.step()
     assert model.state_dict()["0.weight"].shape == (512, 256)  # which takes memory of its own
 
@@ -488,7 +489,7 @@ def test_gradients_by_autograd_grad_come_whole_and_train_nothing(tmp_path: Path)
         weights = [run.model.head.weight, run.model.body.weight]
         for _ in range(2):
             run.log(*torch.autograd.grad(next_token(run.model, batch), weights))
-            hidden = torch.ones(2, 32, requires_grad=True)
+            hidden = torch.ones(2, 32, requires_grad=True, device=DEVICE)
             run.log(*torch.autograd.grad(F.linear(hidden, weights[1]).sum(), [hidden]))
             run.step(next_token(run.model, batch))
 
@@ -577,7 +578,7 @@ def test_logits_are_never_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     make = lambda: llama_of(words)
     model = make()
-    batch = torch.randint(2, words, (2, 8), generator=seeded(0))
+    batch = on_device(torch.randint(2, words, (2, 8), generator=seeded(0)))
     with Watch():
         model(input_ids=batch, labels=batch).loss.backward()
     assert widest >= words * rows
@@ -622,7 +623,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "last": lambda logits, y: nn.CrossEntropyLoss()(logits[:, -1], y[:, -1]),
     "smoothed": lambda logits, y: F.cross_entropy(logits.view(-1, VOCABULARY), y.view(-1), label_smoothing=0.1),
     "weighted": lambda logits, y: F.cross_entropy(
-        logits.view(-1, VOCABULARY), y.view(-1), weight=torch.linspace(0.5, 1, VOCABULARY)
+        logits.view(-1, VOCABULARY), y.view(-1), weight=torch.linspace(0.5, 1, VOCABULARY, device=DEVICE)
     ),
     "soft": lambda logits, y: F.cross_entropy(logits.view(-1, VOCABULARY), F.one_hot(y.view(-1), VOCABULARY).float()),
     "capped": lambda logits, y: F.cross_entropy((logits / 3).tanh().view(-1, VOCABULARY), y.view(-1)),
@@ -711,9 +712,9 @@ def test_wrong_targets_and_words_are_torchs_own_errors(tmp_path: Path) -> None:
     model, _ = prepared_head(tmp_path)
     logits = model(tokens()(0)).flatten(0, 1)
     with pytest.raises(IndexError, match=f"Target {VOCABULARY} is out of bounds"):
-        F.cross_entropy(logits, torch.full((len(logits),), VOCABULARY))
+        F.cross_entropy(logits, torch.full((len(logits),), VOCABULARY, device=DEVICE))
     with pytest.raises(IndexError, match="index out of range in self"):
-        model(torch.full((1, 2), VOCABULARY))
+        model(torch.full((1, 2), VOCABULARY, device=DEVICE))
 
 
 # ---------------------------------------------------------------------- what is cut
@@ -763,10 +764,10 @@ def test_what_does_not_do_with_tiles_stays_whole(tmp_path: Path) -> None:
             self.plain = nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.other(x) + self.position[: x.shape[1]] + self.normed(torch.arange(x.shape[1]))
+            x = self.other(x) + self.position[: x.shape[1]] + self.normed(torch.arange(x.shape[1], device=DEVICE))
             return self.plain(self.attention(x, x, x)[0])
 
-    batch = lambda number: torch.randn(2, 6, 32, generator=seeded(number))
+    batch = lambda number: on_device(torch.randn(2, 6, 32, generator=seeded(number)))
     check(Case(Mixed, batch, mean_square), tmp_path, tile_above="2KiB")
     model = Mixed()
     model, _ = zi.prepare(model, sgd(model), zi.Config(memory="4MiB", nvme=tmp_path, tile_above="2KiB"))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 import zero_infinity as zi
-from support.device import DEVICE, IS_CPU, on_device
+from support.device import IS_CPU, moved, on_device
 from support.patience import SECONDS
 from zero_infinity import model_layout as layout_module
 from zero_infinity.params import offloaded_param
@@ -212,7 +212,8 @@ def _same_tensor(what: str, expected: torch.Tensor, found: Any) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Like torch.equal, but a NaN is equal to itself."""
+    """Like torch.equal, but a NaN is equal to itself, and the tensors may be on different devices."""
+    a, b = a.cpu(), b.cpu()
     return torch.equal(a, b) or (
         a.dtype.is_floating_point
         and a.shape == b.shape
@@ -322,7 +323,7 @@ def least_budget(asked: Asked, *, nvme: bool) -> int:
 
 
 def _made(make: MakeModel, optimizer: MakeOptimizer) -> Prepared:
-    model = make().to(DEVICE)
+    model = moved(make())
     return model, optimizer(model)
 
 
