@@ -100,6 +100,8 @@ def _module(extension: ModuleType) -> ModuleType:
     names: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # torch's checkpoint keeps random states of such devices only
+        "device": lambda device: torch.accelerator.device_index(index_of(device)),
         "_is_in_bad_fork": lambda: False,
         "device_count": extension.device_count,
         "current_device": torch.accelerator.current_device_index,

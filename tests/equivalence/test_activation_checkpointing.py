@@ -26,7 +26,7 @@ from support.compare import (
     same_bits,
     training,
 )
-from support.device import DEVICE
+from support.device import DEVICE, cpu_only, moved
 from support.models import (
     CASES,
     Case,
@@ -371,7 +371,12 @@ def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("call", [1, 2], ids=["in forward", "in backward"])
+BACKWARD_THREAD = cpu_only("backward of a device runs on a thread of its own, which Ctrl-C does not interrupt")
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(1, id="in forward"), pytest.param(2, id="in backward", marks=BACKWARD_THREAD)]
+)
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_interrupt_inside_a_block(offload: bool, call: int, tmp_path: Path) -> None:
     """Ctrl-C does not run hooks that come after a forward. Training goes on as if that batch had not been."""
@@ -417,7 +422,7 @@ def test_copies_and_state_dicts_are_plain() -> None:
 
 
 def test_pickled_blocks_are_plain() -> None:
-    layers = only_layers()
+    layers = moved(only_layers())
     recompute.attach(list(layers))
     twin = pickle.loads(pickle.dumps(layers))
     with counted(Layer) as calls:

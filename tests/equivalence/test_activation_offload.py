@@ -26,6 +26,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import cpu_only
 from support.matrix import thinned
 from support.models import mean_square, sequences, vectors
 from test_activation_checkpointing import BLOCKS, Held, only_layers
@@ -447,6 +448,7 @@ def test_values_that_make_no_sense(wrong: Any) -> None:
         zi.Config(checkpoint_activations=True, offload_activations=wrong)
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 @pytest.mark.parametrize("how", BOTH, ids=NAMES)
 @pytest.mark.parametrize("nvme", [False, True])
 def test_on_an_accelerator(how: dict[str, Any], nvme: bool, tmp_path: Path) -> None:

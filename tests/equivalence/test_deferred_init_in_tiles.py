@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import children
 from support.compare import run_plain, same_bits, seeded, sgd, training
-from support.device import DEVICE, on_device
+from support.device import DEVICE, cpu_only, on_device
 from support.models import Case, TiedHead, next_token, of_labels
 from test_tiling import assert_close, run_prepared, tiled
 from torch import nn
@@ -285,6 +285,7 @@ print(peak() - before)
 """
 
 
+@cpu_only("a process of its own, without the device")
 def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
     """A layer of 64 MiB with 8 MiB of memory: built, initialised and trained."""
     code, out, err = children.run(_ONE_LAYER, str(tmp_path))
@@ -292,6 +293,7 @@ def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
     assert int(out.split()[-1]) < 32 << 20
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_layers_that_are_cut_when_they_are_prepared_leave_no_copy_on_a_device(tmp_path: Path) -> None:
     """Whole layers were read there to fill their tiles, and have no home any more."""
     shape = Shape(layers=2, hidden=128, heads=2, seq=16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import FITS, HALF, MINIMAL, MakeModel, Run, Script, Setting, adamw, compare, sgd, training
-from support.device import DEVICE
+from support.device import DEVICE, cpu_only
 from support.models import mean_square, mlp, sequences, tokens, vectors
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -224,10 +224,12 @@ class Embeddings(nn.Module):
         return self.head(torch.cat((self.renormed(x), self.scaled(x)), -1) + self.bag(x)[:, None])
 
 
+@cpu_only("the shapes of embedding_bag's outputs on the CPU are not those of its meta kernel")
 def test_embeddings(setting: Setting, tmp_path: Path) -> None:
     compare(Embeddings, training(tokens(), mean_square), adamw, setting, tmp_path)
 
 
+@cpu_only("the test device has no sparse tensors")
 def test_a_sparse_gradient_is_refused(tmp_path: Path) -> None:
     model = nn.Embedding(96, 32, sparse=True)
     model, _ = zi.prepare(model, sgd(model), zi.Config(memory="1MiB", nvme=tmp_path))
@@ -698,7 +700,15 @@ def by_foreach(p: nn.Parameter) -> None:
 
 
 EDITS = [
-    *(by_gathered, by_gathered_data, by_gathered_numpy, by_data, by_clamped_data, by_detached, by_detached_view),
+    *(
+        by_gathered,
+        by_gathered_data,
+        pytest.param(by_gathered_numpy, marks=cpu_only("numpy reads host memory only")),
+        by_data,
+        by_clamped_data,
+        by_detached,
+        by_detached_view,
+    ),
     *(
         by_view,
         by_in_place,

@@ -29,7 +29,7 @@ from support.compare import (
     seeded,
     sgd,
 )
-from support.device import DEVICE, on_device
+from support.device import DEVICE, cpu_only, on_device, random_states, set_random_states
 from support.models import CASES, Case, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer
@@ -168,10 +168,10 @@ def test_sixteen_bits_with_masters_and_loss_scale(stored: str, computed: str, ve
     assert (scales[0] is None) == (computed == "float32")
     if scales[0] is not None and scales[1] is not None:
         assert scales[0].state_dict() == scales[1].state_dict()
-    state = torch.get_rng_state()
+    state = random_states()
     loop(run, case, HALT, STEPS)
     expected = _outcome(run)
-    torch.set_rng_state(state)
+    set_random_states(state)
     again.logged = copied(run.logged[:HALT])
     loop(again, case, HALT, STEPS)
     assert_identical(expected, _outcome(again))
@@ -235,9 +235,9 @@ def test_values_alone(tmp_path: Path) -> None:
         loop(runs[-1], case, seed, 2 + seed)
     zi.save(tmp_path / "values", runs[0].model)
     assert not list((tmp_path / "values" / "latest").glob("optimizer*"))
-    before, state = copied(runs[1].optimizer.state_dict()), torch.get_rng_state()
+    before, state = copied(runs[1].optimizer.state_dict()), random_states()
     zi.load(tmp_path / "values", runs[1].model)
-    assert_same("random state", state, torch.get_rng_state())
+    assert_same("random state", state, random_states())
     assert_same("optimizer", before, copied(runs[1].optimizer.state_dict()))
     assert_same("model", copied(runs[0].model.state_dict()), copied(runs[1].model.state_dict()))
     assert zi.stats(runs[1].model).num_steps == 2
@@ -245,6 +245,7 @@ def test_values_alone(tmp_path: Path) -> None:
         zi.load(tmp_path / "values", runs[1].model, runs[1].optimizer)
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_user_edits_are_saved(tmp_path: Path) -> None:
     """Also those on an accelerator that no update has seen yet."""
     model = mlp()

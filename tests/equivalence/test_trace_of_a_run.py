@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import FITS_RAM, HALF, MINIMAL, SETTINGS, Setting, adamw, compare, training
-from support.device import DEVICE
+from support.device import DEVICE, cpu_only
 from support.models import mean_square, mlp, vectors
 from support.patience import SECONDS, wait_until
 from torch import nn
@@ -130,6 +130,7 @@ def test_recomputation_belongs_to_backward(tmp_path: Path) -> None:
     assert phases == ["forward", "backward", "step"] * 3
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_copies_and_gradients_of_a_device(tmp_path: Path) -> None:
     model = deep()
     place = zi.EmulatedAccelerator(1 << 20, bytes_per_second=1e9)

@@ -57,11 +57,27 @@ def on_device(values: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), values)
 
 
+def random_states() -> list[torch.Tensor]:
+    """The states of the generators of the CPU and of the device."""
+    return [torch.get_rng_state(), *([] if IS_CPU else [torch.get_device_module(DEVICE).get_rng_state(DEVICE)])]
+
+
+def set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(DEVICE).set_rng_state(state, DEVICE)
+
+
 def moved(model: nn.Module) -> nn.Module:
     """The model on the device. What `zi.init` builds stays where it is: `zi.prepare` moves it."""
     if IS_CPU or any(managed(parameter) is not None for parameter in model.parameters()):
         return model
-    return model.to(DEVICE)
+    # Or else tied parameters of this device come apart: torch makes new ones, one for each use.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(DEVICE)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def placed(make: Callable[P, nn.Module]) -> Callable[P, nn.Module]:

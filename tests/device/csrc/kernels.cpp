@@ -10,6 +10,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -360,8 +361,12 @@ void run_at_once(const Call& call, torch::jit::Stack* stack) {
         return tensor;
       }
       auto made = like(tensor, call.device);
-      if (tensor.numel() > 0) {
-        View(made).on_cpu().copy_(tensor);
+      if (tensor.numel() > 0) { // on the stream, behind what is still under way in the memory that `made` reuses
+        current_queue(call.device).push([tensor, view = View(made)] {
+          at::NoGradGuard no_grad;
+          at::AutoDispatchBelowADInplaceOrView guard;
+          view.on_cpu().copy_(tensor);
+        });
       }
       return made;
     }));
@@ -615,6 +620,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", TORCH_FN(resize_));
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
