@@ -195,7 +195,7 @@ def own_parametrization() -> nn.Module:
 
 
 def x32() -> torch.Tensor:
-    return torch.randn(32, device=DEVICE)
+    return torch.randn(32)
 
 
 MODULES: list[MakeModel] = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_sound, same_bits
-from support.device import DEVICE, IS_CPU, on_device
+from support.device import DEVICE, IS_CPU, moved, on_device
 from support.least import least_accepted
 from support.models import CASES, Case, gpt2, mean_square, mlp, of_labels, tokens, vectors
 from torch import nn
@@ -302,7 +302,7 @@ def test_batch_norms_compute_in_the_dtype_of_their_statistics(home: str, tmp_pat
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
 
     images = [on_device(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(n))) for n in range(3)]
-    plain, model = make(), make()
+    plain, model = moved(make()), moved(make())
     for module in (plain[0], plain[3]):
         module.to(torch.bfloat16)
     config = zi.Config(
