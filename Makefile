@@ -8,6 +8,7 @@ WORKERS ?= 4
 # DeepSpeed and what it needs is kept apart from what this project needs.
 # Tests on the asynchronous device of tests/device, which is built once (half a minute, needs g++).
 ON_DEVICE := TEST_DEVICE=lag PATH="$(CURDIR)/$(BIN):$$PATH"
+ON_DEVICE_FILES := $(patsubst %,tests/equivalence/test_%.py,models deferred_init resume parameter_operations precision)
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
@@ -27,12 +28,12 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## run the tests (WORKERS=4 processes)
 	$(BIN)/pytest -n $(WORKERS) -m "not long" --durations=20 tests
-	$(ON_DEVICE) $(BIN)/pytest -n $(WORKERS) -m "not long" tests/device
+	$(ON_DEVICE) $(BIN)/pytest -n $(WORKERS) -m "not long" tests/device $(ON_DEVICE_FILES)
 
 # Also with examples of hypothesis that are drawn anew: what they find is a bug, and not always the last change's.
 test-all: $(STAMP) ## the same, with long variants and random examples: world sizes, kills, limits
 	HYPOTHESIS_PROFILE=random $(BIN)/pytest -n $(WORKERS) --durations=20 tests
-	$(ON_DEVICE) $(BIN)/pytest -n $(WORKERS) tests/device
+	$(ON_DEVICE) $(BIN)/pytest -n $(WORKERS) tests/device $(ON_DEVICE_FILES)
 
 lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/ruff check .

@@ -62,6 +62,9 @@ def inside_mode() -> bool:
 # `__torch_function__` that it is about to be converted. torch 2.13.
 HAS_COMPATIBLE_TYPE: Callable[..., bool] = torch._has_compatible_shallow_copy_type
 
+# Exchanges what two tensors hold. `torch.utils.swap_tensors` refuses a tensor that has weak references. torch 2.13.
+swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
 # Names of private getters, setters and methods of a tensor that read or write no element. Code of torch calls them on
 # any parameter, so an offloaded one has to answer. torch 2.13.
 METADATA_GETTERS = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_grad_fn")

@@ -44,6 +44,7 @@ def load() -> ModuleType:
     )
     torch._register_device_module("lag", _module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    extension.recurrent_cells = _register_recurrent_cells()  # registered as long as this object lives
     dist.Backend.register_backend("lag", functools.partial(_make_backend, extension), devices=["lag"])
     return extension
 
@@ -99,6 +100,8 @@ def _module(extension: ModuleType) -> ModuleType:
     names: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # torch's checkpoint keeps random states of such devices only
+        "device": lambda device: torch.accelerator.device_index(index_of(device)),
         "_is_in_bad_fork": lambda: False,
         "device_count": extension.device_count,
         "current_device": torch.accelerator.current_device_index,
@@ -118,3 +121,40 @@ def _module(extension: ModuleType) -> ModuleType:
         setattr(module, name, value)
     sys.modules["torch.lag"] = module
     return module
+
+
+def _register_recurrent_cells() -> Any:
+    """torch calls fused cells on every device but the CPU: here they are what the CPU computes, operation by operation."""
+
+    def lstm(
+        inputs: torch.Tensor,
+        hidden: torch.Tensor,
+        cell: torch.Tensor,
+        input_bias: torch.Tensor | None = None,
+        hidden_bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        enter, forget, new, out = (_biased(inputs, input_bias) + _biased(hidden, hidden_bias)).chunk(4, 1)
+        cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+        return out.sigmoid() * cell.tanh(), cell, inputs.new_empty(0)
+
+    def gru(
+        inputs: torch.Tensor,
+        hidden: torch.Tensor,
+        state: torch.Tensor,
+        input_bias: torch.Tensor | None = None,
+        hidden_bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, hidden = _biased(inputs, input_bias), _biased(hidden, hidden_bias)
+        (reset, update, new), (reset_by, update_by, new_by) = inputs.chunk(3, 1), hidden.chunk(3, 1)
+        new = (new + (reset + reset_by).sigmoid() * new_by).tanh()
+        return new + (update + update_by).sigmoid() * (state - new), inputs.new_empty(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):  # with and without autograd
+        library.impl("_thnn_fused_lstm_cell", lstm, key)
+        library.impl("_thnn_fused_gru_cell", gru, key)
+    return library
+
+
+def _biased(values: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return values if bias is None else values + bias

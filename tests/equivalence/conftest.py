@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Iterator
+from unittest import mock
 
 import pytest
 import torch
 from support.compare import engine_threads, wait_for_end
+from torch.optim import optimizer as optimizer_module
 
 from zero_infinity.policy import chunk_size, homes
 
@@ -23,6 +25,13 @@ def _one_thread() -> Iterator[None]:
     gc.freeze()  # modules live for ever: the collection after each test need not look at them
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tensor_at_a_time() -> Iterator[None]:
+    """Plain optimizers on the device use no foreach kernels, which round differently from those of the host's updates."""
+    with mock.patch.object(optimizer_module, "_get_foreach_kernels_supported_devices", list):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import cpu_only
 from support.least import least_accepted
 from support.matrix import thinned
 from support.models import CASES, Case, gpt2, mean_square, mlp, of_labels, tokens, vectors
@@ -36,6 +37,7 @@ from zero_infinity.params.unit import Unit
 from zero_infinity.policy import lookahead
 from zero_infinity.tiers.device_cache import DeviceCache
 
+pytestmark = cpu_only("the accelerator is emulated on the CPU")
 FAST = {"bytes_per_second": 1e12, "latency_seconds": 0.0}
 
 

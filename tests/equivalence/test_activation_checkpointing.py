@@ -26,6 +26,7 @@ from support.compare import (
     same_bits,
     training,
 )
+from support.device import DEVICE, cpu_only, moved
 from support.models import (
     CASES,
     Case,
@@ -168,7 +169,7 @@ class OddModel(nn.Module):
         self.layers = nn.ModuleList(Odd() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state, total, seen = Out(x, None, ""), torch.zeros(()), []
+        state, total, seen = Out(x, None, ""), torch.zeros((), device=DEVICE), []
         for number, layer in enumerate(self.layers):
             mask = x > 1 if number else None
             state, nothing, more = layer(state, seen=seen, options={"fill": 0.5}, context_fn=1.25, mask=mask)
@@ -370,7 +371,12 @@ def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("call", [1, 2], ids=["in forward", "in backward"])
+BACKWARD_THREAD = cpu_only("backward of a device runs on a thread of its own, which Ctrl-C does not interrupt")
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(1, id="in forward"), pytest.param(2, id="in backward", marks=BACKWARD_THREAD)]
+)
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_interrupt_inside_a_block(offload: bool, call: int, tmp_path: Path) -> None:
     """Ctrl-C does not run hooks that come after a forward. Training goes on as if that batch had not been."""
@@ -416,7 +422,7 @@ def test_copies_and_state_dicts_are_plain() -> None:
 
 
 def test_pickled_blocks_are_plain() -> None:
-    layers = only_layers()
+    layers = moved(only_layers())
     recompute.attach(list(layers))
     twin = pickle.loads(pickle.dumps(layers))
     with counted(Layer) as calls:
@@ -469,7 +475,7 @@ def test_held_bytes_are_those_of_the_equation(depth: int, interval: int) -> None
 
 
 def test_held_bytes_of_a_decoder_grow_by_one_input_a_layer() -> None:
-    batch = torch.ones(2, 8, dtype=torch.long)
+    batch = torch.ones(2, 8, dtype=torch.long, device=DEVICE)
 
     def build(depth: int) -> nn.Module:
         shape = LlamaConfig(

@@ -26,6 +26,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import cpu_only, moved
 from support.matrix import thinned
 from support.models import mean_square, sequences, vectors
 from test_activation_checkpointing import BLOCKS, Held, only_layers
@@ -129,6 +130,7 @@ def test_a_saved_tensor_that_was_changed_since(how: dict[str, Any], tmp_path: Pa
     monkeypatch.setattr(offload, "_SMALL_BYTES", 512 if "offload_activations" in how else 1 << 30)
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(2)])
+    layers = moved(layers)
     leaf = vectors()(0).requires_grad_()
     layers(leaf * 2).sum().backward()
     right, leaf.grad = leaf.grad, None
@@ -274,6 +276,7 @@ def working_bytes(depth: int, rows: int, directory: Path, **changes: Any) -> int
     return peak.most
 
 
+@cpu_only("on a device it would count the parameters that are copied there")
 def test_working_memory_is_that_of_one_block(tmp_path: Path) -> None:
     """It does not grow with depth, and grows with the batch as one block's activations do."""
     rows = 32
@@ -292,6 +295,7 @@ def test_working_memory_is_that_of_one_block(tmp_path: Path) -> None:
     assert few < 2 * held.num_bytes + 2 * one
 
 
+@cpu_only("on a device it would count the parameters that are copied there")
 def test_held_bytes_do_not_grow_with_depth(tmp_path: Path) -> None:
     one = 4 * 16 * 64 * 4
     recomputed = [held_after_forward(depth, tmp_path, checkpoint_activations=True) for depth in (4, 8, 16)]
@@ -447,6 +451,7 @@ def test_values_that_make_no_sense(wrong: Any) -> None:
         zi.Config(checkpoint_activations=True, offload_activations=wrong)
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 @pytest.mark.parametrize("how", BOTH, ids=NAMES)
 @pytest.mark.parametrize("nvme", [False, True])
 def test_on_an_accelerator(how: dict[str, Any], nvme: bool, tmp_path: Path) -> None:

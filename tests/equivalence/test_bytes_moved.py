@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.device import DEVICE
 from support.prompt import let_nothing_lag
 from torch import nn
 
@@ -55,7 +56,7 @@ def test_counters_equal_the_plan(share: int, tmp_path: Path, monkeypatch: pytest
     model, optimizer = zi.prepare(model, adamw, zi.Config(memory=states // share, nvme=tmp_path))
     let_nothing_lag(model)
     engine = engine_of(model)
-    batch = torch.randn(4, 128)
+    batch = torch.randn(4, 128, device=DEVICE)
 
     def step() -> tuple[int, int]:
         before = zi.stats(model)
@@ -86,6 +87,6 @@ def test_nothing_moves_when_everything_fits(tmp_path: Path) -> None:
         model, torch.optim.AdamW(model.parameters()), zi.Config(memory="64MiB", nvme=tmp_path)
     )
     for _ in range(4):
-        model(torch.randn(4, 128)).square().mean().backward()
+        model(torch.randn(4, 128, device=DEVICE)).square().mean().backward()
         optimizer.step()
     assert (zi.stats(model).bytes_read, zi.stats(model).bytes_written) == (0, 0)

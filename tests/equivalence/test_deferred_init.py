@@ -23,6 +23,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import DEVICE, cpu_only, moved
 from support.matrix import thinned
 from support.models import CASES, VOCABULARY, Case, mean_square, mlp, tokens, vectors
 from support.resources import all_given_back
@@ -248,15 +249,15 @@ def test_a_built_model_can_be_used_before_it_is_prepared(tmp_path: Path) -> None
     plain = case.make()
     batch = case.batch(0)
     with torch.no_grad():
-        assert same_bits(model.eval()(batch), plain.eval()(batch))
+        assert same_bits(model.eval()(batch.cpu()), plain.eval()(batch))
     with zi.gathered(model[0].weight), torch.no_grad():
         model[0].weight.fill_(0.5)
     model[0].bias.data.add_(1.0)
     with torch.no_grad():
         plain[0].weight.fill_(0.5)
         plain[0].bias.add_(1.0)
-    model.load_state_dict({**model.state_dict(), "3.bias": torch.ones(32)})
-    plain.load_state_dict({**plain.state_dict(), "3.bias": torch.ones(32)})
+    model.load_state_dict({**model.state_dict(), "3.bias": torch.ones(32, device=DEVICE)})
+    plain.load_state_dict({**plain.state_dict(), "3.bias": torch.ones(32, device=DEVICE)})
     _check_same(plain, model)
 
 
@@ -272,6 +273,7 @@ def test_a_lazy_module_that_is_materialised_outside_trains(tmp_path: Path) -> No
     torch.manual_seed(0)
     plain = make()
     plain(torch.ones(1, 32))
+    plain = moved(plain)
     runs = [Run(plain, sgd(plain), prepared=False), Run(*zi.prepare(model, sgd(model), config), prepared=True)]
     for run in runs:
         training(vectors(), mean_square)(run)
@@ -445,7 +447,15 @@ def _nodes(node: Any) -> list[Any]:
     return [node, *(n for following, _ in node.next_functions if following is not None for n in _nodes(following))]
 
 
-@pytest.mark.parametrize("keep", [in_a_list, in_a_closure, in_another_optimizer, in_a_graph])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        in_a_list,
+        in_a_closure,
+        in_another_optimizer,
+        pytest.param(in_a_graph, marks=cpu_only("its graph is on the CPU")),
+    ],
+)
 def test_a_replaced_parameter_that_somebody_still_holds(keep: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     config = zi.Config(memory="1MiB", nvme=tmp_path)
     with zi.init(config):

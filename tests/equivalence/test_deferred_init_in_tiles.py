@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import children
 from support.compare import run_plain, same_bits, seeded, sgd, training
+from support.device import DEVICE, cpu_only, on_device
 from support.models import Case, TiedHead, next_token, of_labels
 from test_tiling import assert_close, run_prepared, tiled
 from torch import nn
@@ -49,7 +50,7 @@ class Wide(nn.Module):
 
 
 def words(number: int) -> torch.Tensor:
-    return torch.randint(0, 90, (2, 8), generator=seeded(number))
+    return on_device(torch.randint(0, 90, (2, 8), generator=seeded(number)))
 
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
@@ -218,11 +219,11 @@ def test_copies_forwards_and_edits_before_it_is_prepared(tmp_path: Path) -> None
     assert_same_values(make, model)
     torch.manual_seed(0)
     plain = make()
-    x = torch.randn(8, 32)
+    x = torch.randn(8, 32, device=DEVICE)
     for each in (plain, model):
         with torch.no_grad():
             each[0].weight.data.add_(1)  # waits in a copy of the whole until somebody looks
-            each[2].weight.copy_(torch.ones(32, 64))
+            each[2].weight.copy_(torch.ones(32, 64, device=DEVICE))
     assert torch.allclose(model(x), plain(x), rtol=1e-5, atol=1e-5)
     plain[3].weight.data.mul_(2)
     model[3].weight.data.mul_(2)
@@ -284,6 +285,7 @@ print(peak() - before)
 """
 
 
+@cpu_only("a process of its own, without the device")
 def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
     """A layer of 64 MiB with 8 MiB of memory: built, initialised and trained."""
     code, out, err = children.run(_ONE_LAYER, str(tmp_path))
@@ -291,6 +293,7 @@ def test_the_process_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
     assert int(out.split()[-1]) < 32 << 20
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_layers_that_are_cut_when_they_are_prepared_leave_no_copy_on_a_device(tmp_path: Path) -> None:
     """Whole layers were read there to fill their tiles, and have no home any more."""
     shape = Shape(layers=2, hidden=128, heads=2, seq=16)
@@ -302,7 +305,7 @@ def test_layers_that_are_cut_when_they_are_prepared_leave_no_copy_on_a_device(tm
         assert tiled(model)
         found = []
         for number in range(4):
-            tokens = torch.randint(0, 256, (1, 17), generator=seeded(number))
+            tokens = on_device(torch.randint(0, 256, (1, 17), generator=seeded(number)))
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             optimizer.step()

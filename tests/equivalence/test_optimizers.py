@@ -24,6 +24,7 @@ from support.compare import (
     same_bits,
     training,
 )
+from support.device import DEVICE
 from support.models import ConvNet, images, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
@@ -389,7 +390,7 @@ class Factored(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0]))
+                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0], device=DEVICE))
                 rows.add_(p.grad.square().reshape(p.shape[0], -1).mean(1))
                 p.sub_(group["lr"] * p.grad / (rows.sqrt().mean() + 1))
 

@@ -29,6 +29,7 @@ from support.compare import (
     seeded,
     sgd,
 )
+from support.device import DEVICE, cpu_only, on_device, random_states, set_random_states
 from support.models import CASES, Case, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer
@@ -167,10 +168,10 @@ def test_sixteen_bits_with_masters_and_loss_scale(stored: str, computed: str, ve
     assert (scales[0] is None) == (computed == "float32")
     if scales[0] is not None and scales[1] is not None:
         assert scales[0].state_dict() == scales[1].state_dict()
-    state = torch.get_rng_state()
+    state = random_states()
     loop(run, case, HALT, STEPS)
     expected = _outcome(run)
-    torch.set_rng_state(state)
+    set_random_states(state)
     again.logged = copied(run.logged[:HALT])
     loop(again, case, HALT, STEPS)
     assert_identical(expected, _outcome(again))
@@ -234,9 +235,9 @@ def test_values_alone(tmp_path: Path) -> None:
         loop(runs[-1], case, seed, 2 + seed)
     zi.save(tmp_path / "values", runs[0].model)
     assert not list((tmp_path / "values" / "latest").glob("optimizer*"))
-    before, state = copied(runs[1].optimizer.state_dict()), torch.get_rng_state()
+    before, state = copied(runs[1].optimizer.state_dict()), random_states()
     zi.load(tmp_path / "values", runs[1].model)
-    assert_same("random state", state, torch.get_rng_state())
+    assert_same("random state", state, random_states())
     assert_same("optimizer", before, copied(runs[1].optimizer.state_dict()))
     assert_same("model", copied(runs[0].model.state_dict()), copied(runs[1].model.state_dict()))
     assert zi.stats(runs[1].model).num_steps == 2
@@ -244,6 +245,7 @@ def test_values_alone(tmp_path: Path) -> None:
         zi.load(tmp_path / "values", runs[1].model, runs[1].optimizer)
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_user_edits_are_saved(tmp_path: Path) -> None:
     """Also those on an accelerator that no update has seen yet."""
     model = mlp()
@@ -300,11 +302,11 @@ def test_any_shapes_pieces_and_rooms(
         layers = [nn.Linear(a, b) for a, b in zip([3, *widths], [*widths, 2], strict=True)]
         model, optimizer = zi.prepare(*_with_adamw(nn.Sequential(*layers)), zi.Config(memory="4MiB", nvme=directory))
         for number in range(2):
-            model(torch.randn(4, 3, generator=seeded(number))).sum().backward()
+            model(on_device(torch.randn(4, 3, generator=seeded(number)))).sum().backward()
             optimizer.step()
         zi.save(directory / "saved", model, optimizer)
         expected = copied(model.state_dict()), copied(optimizer.state_dict())
-        model(torch.randn(4, 3)).sum().backward()
+        model(torch.randn(4, 3, device=DEVICE)).sum().backward()
         optimizer.step()
         zi.load(directory / "saved", model, optimizer)
         assert_same("states", expected, (copied(model.state_dict()), copied(optimizer.state_dict())))
@@ -362,7 +364,7 @@ def test_loading_after_training_reads_nothing_of_what_it_replaces(tmp_path: Path
     config = zi.Config(memory="7MiB", nvme=tmp_path)
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters(), fused=True), config)
     for _ in range(3):
-        model(torch.ones(1, 512)).sum().backward()
+        model(torch.ones(1, 512, device=DEVICE)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     zi.save(tmp_path / "saved", model, optimizer)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_same, copied
+from support.device import on_device
 from support.patience import SECONDS, wait_until
 from torch import nn
 
@@ -74,7 +75,7 @@ class Trained:
     def steps(self, count: int = STEPS) -> None:
         for _ in range(count):
             self.num += 1
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(self.num))
+            x = on_device(torch.randn(8, 64, generator=torch.Generator().manual_seed(self.num)))
             self.model(x).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import Outcome, Run, asked_of_place, assert_identical, least_budget, run_plain, seeded, sgd
+from support.device import on_device
 from support.matrix import thinned
 from support.models import VOCABULARY
 from test_tiling import assert_close, run_prepared, tiled
@@ -89,7 +90,7 @@ class Loop:
 
     def loss(self, model: nn.Module, number: int) -> torch.Tensor:
         torch.manual_seed(number)
-        batch = torch.randint(0, VOCABULARY, (2, 5 + number % 3), generator=seeded(number))
+        batch = on_device(torch.randint(0, VOCABULARY, (2, 5 + number % 3), generator=seeded(number)))
         return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
     def evaluate(self, run: Run, step: int) -> None:

@@ -28,6 +28,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import DEVICE, cpu_only, moved, on_device, placed
 from support.models import (
     CASES,
     VOCABULARY,
@@ -86,7 +87,7 @@ def assert_close(plain: Outcome, prepared: Outcome, tolerance: float = CLOSE) ->
         if isinstance(expected, torch.Tensor):
             assert expected.shape == found.shape, name
             assert expected.dtype == found.dtype, name
-            expected, found = expected.detach().double(), found.detach().double()
+            expected, found = expected.detach().cpu().double(), found.detach().cpu().double()
             assert float((expected - found).norm()) <= tolerance * float(expected.norm()) + NOISE, name
         else:
             assert expected == found, name
@@ -174,8 +175,8 @@ def test_an_embedding_and_a_first_layer_are_bit_identical(tmp_path: Path) -> Non
 
 def test_outputs_of_a_linear_layer_are_bit_identical(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(96, 256)
-    x = torch.randn(4, 24, 96)
+    model = moved(nn.Linear(96, 256))
+    x = torch.randn(4, 24, 96, device=DEVICE)
     expected = model(x)
     model, _ = zi.prepare(model, sgd(model), zi.Config(memory="4MiB", nvme=tmp_path, tile_above="48KiB"))
     assert tiled(model) == {"weight": 4}
@@ -219,7 +220,7 @@ def test_any_shape_in_any_tiles(
             model.head.weight = model.words.weight
         return model
 
-    batch = lambda number: torch.randint(0, words, (2, 5), generator=seeded(number))
+    batch = lambda number: on_device(torch.randint(0, words, (2, 5), generator=seeded(number)))
     case = Case(make, batch, next_token)
     script = training(batch, next_token, num_steps=3)
     plain = run_plain(make, script, sgd)
@@ -332,6 +333,7 @@ def test_computed_in_16_bits(tmp_path: Path) -> None:
             assert abs(a.item() - b.item()) <= 1e-2 * abs(a.item())
 
 
+@cpu_only("autocast has no rules for the test device")
 def test_autocast(tmp_path: Path) -> None:
     case = MODELS["mlp"]
 
@@ -351,7 +353,7 @@ def test_autocast(tmp_path: Path) -> None:
 
 
 def test_names_shapes_and_states_are_those_of_the_whole(tmp_path: Path) -> None:
-    plain = TiedHead()
+    plain = moved(TiedHead())
     model = copy.deepcopy(plain)
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="4MiB", nvme=tmp_path, tile_above="4KiB"))
     assert tiled(model)["embedding.weight"] == 6
@@ -432,6 +434,7 @@ def test_gradients_are_shown_whole(tmp_path: Path) -> None:
     check(case, tmp_path, script=script, tile_above="4KiB", memory="4MiB", update="after_backward")
 
 
+@cpu_only("whole weights and saved tensors are in device memory")
 def test_a_whole_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 512, bias=False))
     above = 2 * 512 * 256 * 4 // 16
@@ -440,7 +443,7 @@ def test_a_whole_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path) 
     with pytest.raises(zi.CapacityError, match=r"'0.weight' is used in 16 tiles.*512\.0 KiB.*\n  fix:   memory="):
         model[0].weight.norm()
     for _ in range(3):
-        model(torch.ones(2, 256)).mean().backward()
+        model(torch.ones(2, 256, device=DEVICE)).mean().backward()
         optimizer.step()
     assert model.state_dict()["0.weight"].shape == (512, 256)  # which takes memory of its own
 
@@ -459,6 +462,7 @@ def test_frozen_and_thawed(tmp_path: Path) -> None:
     check(Case(make, case.batch, case.loss), tmp_path, script=script, tile_above="2KiB")
 
 
+@cpu_only("whole weights and saved tensors are in device memory")
 def test_saved_tensors_and_whole_weights_share_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """In RAM, where neither can make room for the other: whoever comes first has it, and it comes back."""
     monkeypatch.setattr(offload, "_SMALL_BYTES", 512)
@@ -488,7 +492,7 @@ def test_gradients_by_autograd_grad_come_whole_and_train_nothing(tmp_path: Path)
         weights = [run.model.head.weight, run.model.body.weight]
         for _ in range(2):
             run.log(*torch.autograd.grad(next_token(run.model, batch), weights))
-            hidden = torch.ones(2, 32, requires_grad=True)
+            hidden = torch.ones(2, 32, requires_grad=True, device=DEVICE)
             run.log(*torch.autograd.grad(F.linear(hidden, weights[1]).sum(), [hidden]))
             run.step(next_token(run.model, batch))
 
@@ -575,9 +579,9 @@ def test_logits_are_never_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 widest = max(widest, result.numel() if result.dim() > 1 and result.shape[-1] == words else 0)
             return result
 
-    make = lambda: llama_of(words)
+    make = placed(lambda: llama_of(words))
     model = make()
-    batch = torch.randint(2, words, (2, 8), generator=seeded(0))
+    batch = on_device(torch.randint(2, words, (2, 8), generator=seeded(0)))
     with Watch():
         model(input_ids=batch, labels=batch).loss.backward()
     assert widest >= words * rows
@@ -622,7 +626,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "last": lambda logits, y: nn.CrossEntropyLoss()(logits[:, -1], y[:, -1]),
     "smoothed": lambda logits, y: F.cross_entropy(logits.view(-1, VOCABULARY), y.view(-1), label_smoothing=0.1),
     "weighted": lambda logits, y: F.cross_entropy(
-        logits.view(-1, VOCABULARY), y.view(-1), weight=torch.linspace(0.5, 1, VOCABULARY)
+        logits.view(-1, VOCABULARY), y.view(-1), weight=torch.linspace(0.5, 1, VOCABULARY, device=DEVICE)
     ),
     "soft": lambda logits, y: F.cross_entropy(logits.view(-1, VOCABULARY), F.one_hot(y.view(-1), VOCABULARY).float()),
     "capped": lambda logits, y: F.cross_entropy((logits / 3).tanh().view(-1, VOCABULARY), y.view(-1)),
@@ -677,7 +681,7 @@ def prepared_head(directory: Path, **config: Any) -> tuple[nn.Module, Any]:
 
 def test_logits_are_computed_when_somebody_looks(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Head(bias=True)
+    plain = moved(Head(bias=True))
     batch = tokens()(0)
     expected = plain(batch)
     model, _ = prepared_head(tmp_path)
@@ -707,13 +711,14 @@ def test_logits_that_cannot_be_computed_any_more_are_an_error(tmp_path: Path) ->
             logits.argmax(-1)
 
 
+@cpu_only("kernels of a device raise later")
 def test_wrong_targets_and_words_are_torchs_own_errors(tmp_path: Path) -> None:
     model, _ = prepared_head(tmp_path)
     logits = model(tokens()(0)).flatten(0, 1)
     with pytest.raises(IndexError, match=f"Target {VOCABULARY} is out of bounds"):
-        F.cross_entropy(logits, torch.full((len(logits),), VOCABULARY))
+        F.cross_entropy(logits, torch.full((len(logits),), VOCABULARY, device=DEVICE))
     with pytest.raises(IndexError, match="index out of range in self"):
-        model(torch.full((1, 2), VOCABULARY))
+        model(torch.full((1, 2), VOCABULARY, device=DEVICE))
 
 
 # ---------------------------------------------------------------------- what is cut
@@ -763,10 +768,10 @@ def test_what_does_not_do_with_tiles_stays_whole(tmp_path: Path) -> None:
             self.plain = nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.other(x) + self.position[: x.shape[1]] + self.normed(torch.arange(x.shape[1]))
+            x = self.other(x) + self.position[: x.shape[1]] + self.normed(torch.arange(x.shape[1], device=DEVICE))
             return self.plain(self.attention(x, x, x)[0])
 
-    batch = lambda number: torch.randn(2, 6, 32, generator=seeded(number))
+    batch = lambda number: on_device(torch.randn(2, 6, 32, generator=seeded(number)))
     check(Case(Mixed, batch, mean_square), tmp_path, tile_above="2KiB")
     model = Mixed()
     model, _ = zi.prepare(model, sgd(model), zi.Config(memory="4MiB", nvme=tmp_path, tile_above="2KiB"))
@@ -801,6 +806,7 @@ def test_models_built_by_init_are_cut_when_they_are_prepared(tmp_path: Path) -> 
     assert engine_of(model).stats().num_parameters == sum(p.numel() for p in case.make().parameters())
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_an_accelerator(tmp_path: Path) -> None:
     case = CASES["tied"]
     script = training(case.batch, case.loss, num_steps=4)

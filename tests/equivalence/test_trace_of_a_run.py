@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import FITS_RAM, HALF, MINIMAL, SETTINGS, Setting, adamw, compare, training
+from support.device import DEVICE, cpu_only
 from support.models import mean_square, mlp, vectors
 from support.patience import SECONDS, wait_until
 from torch import nn
@@ -48,7 +49,7 @@ def run(model: nn.Module, config: zi.Config, num_steps: int = 5, **place: object
     """Train, and give the counters with the trace as of the same moment."""
     model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters()), config, **place)  # type: ignore[arg-type]
     for _ in range(num_steps):
-        model(torch.randn(4, 64)).square().mean().backward()
+        model(torch.randn(4, 64, device=DEVICE)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     zi.synchronize(model)
@@ -129,6 +130,7 @@ def test_recomputation_belongs_to_backward(tmp_path: Path) -> None:
     assert phases == ["forward", "backward", "step"] * 3
 
 
+@cpu_only("the accelerator is emulated on the CPU")
 def test_copies_and_gradients_of_a_device(tmp_path: Path) -> None:
     model = deep()
     place = zi.EmulatedAccelerator(1 << 20, bytes_per_second=1e9)
@@ -169,7 +171,7 @@ def test_without_a_trace_nothing_is_recorded(tmp_path: Path) -> None:
 def test_it_is_written_when_the_model_is_gone(tmp_path: Path) -> None:
     model = deep()
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(trace=tmp_path / "run.json"))
-    model(torch.randn(4, 64)).sum().backward()
+    model(torch.randn(4, 64, device=DEVICE)).sum().backward()
     optimizer.step()
     assert not (tmp_path / "run.json").exists()
     del model, optimizer

@@ -27,6 +27,7 @@ from support.compare import (
     sgd,
     training,
 )
+from support.device import DEVICE, on_device
 from support.models import (
     CASES,
     ConvNet,
@@ -769,7 +770,7 @@ def test_gradients_are_shown_in_gathered(setting: Setting, tmp_path: Path) -> No
                     run.log(parameter.grad)
                     parameter.grad.clamp_(-0.001, 0.001)
                     if parameter.dim() == 1 and number == 2:
-                        parameter.grad = torch.ones(parameter.shape)
+                        parameter.grad = torch.ones(parameter.shape, device=DEVICE)
             run.optimizer.step()
             run.optimizer.zero_grad()
 
@@ -1018,7 +1019,7 @@ def test_workers_that_are_forked(tmp_path: Path) -> None:
     """A DataLoader's worker has a copy of the engine, and must leave it alone."""
 
     def script(run: Run) -> None:
-        rows = torch.randn(12, 32, generator=seeded(3))
+        rows = on_device(torch.randn(12, 32, generator=seeded(3)))
         loader = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=1, multiprocessing_context="fork")
         for _ in range(2):
             for data in loader:

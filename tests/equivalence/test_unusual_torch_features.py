@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import FITS, HALF, MINIMAL, MakeModel, Run, Setting, adamw, compare, training
+from support.device import cpu_only
 from support.models import CASES, mean_square, mlp, vectors
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -175,7 +176,8 @@ class Codebook(nn.Module):
 
 
 EDITORS: list[Callable[[int, int], nn.Module]] = [
-    *(NonNegative, Normalised, MaxNorm, Scaled, ByDetached, ByNumpy, ByFrozenNumpy, BiasLater, Copied),
+    *(NonNegative, Normalised, MaxNorm, Scaled, ByDetached, BiasLater, Copied),
+    *(pytest.param(kind, marks=cpu_only("numpy reads host memory only")) for kind in (ByNumpy, ByFrozenNumpy)),
 ]
 
 

@@ -32,11 +32,14 @@ VOCABULARY = 96
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, its data and what is minimised."""
+    """A model and its data, both on the device, and what is minimised."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "make", placed(self.make))
 
 
 # ---------------------------------------------------------------------- data
@@ -76,7 +79,7 @@ def next_token(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def of_classes(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    labels = torch.arange(len(batch)) % 5
+    labels = torch.arange(len(batch), device=batch.device) % 5
     loss: torch.Tensor = model(pixel_values=batch, labels=labels).loss
     return loss
 
@@ -122,7 +125,7 @@ class WholeTransformer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         return self.transformer(x, x.flip(1), tgt_mask=mask, tgt_is_causal=True)
 
 

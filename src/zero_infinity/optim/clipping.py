@@ -42,7 +42,8 @@ def total_norm(norms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
         return torch.tensor(0.0)
     # torch groups norms by dtype and device before it adds them up, and that order determines the last bit.
     kinds = [torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in norms]
-    ordered = [norms[number][1] for number in order_of_norms(kinds)]
+    # On the host, where most of them are: only gradients of parameters that are trained in place are on the device.
+    ordered = [norms[number][1].cpu() for number in order_of_norms(kinds)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered))
     return norm
 

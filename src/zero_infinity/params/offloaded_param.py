@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from zero_infinity._torch import (
     METADATA_SETTERS,
     no_torch_function,
     set_local_tensor,
+    swap_tensor_impl,
 )
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import local_of
@@ -117,7 +119,10 @@ def replace_by(parameter: nn.Parameter, data: torch.Tensor) -> None:
     fresh = nn.Parameter(data, requires_grad=parameter.requires_grad)
     fresh.__class__ = parameter.__class__
     fresh.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, fresh)
+    if weakref.getweakrefs(parameter):  # nn.LSTM has one to each of its parameters; they stay valid
+        swap_tensor_impl(parameter, fresh)
+    else:
+        torch.utils.swap_tensors(parameter, fresh)
 
 
 def data_of(parameter: ManagedParameter) -> torch.Tensor:

@@ -10,6 +10,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -360,8 +361,12 @@ void run_at_once(const Call& call, torch::jit::Stack* stack) {
         return tensor;
       }
       auto made = like(tensor, call.device);
-      if (tensor.numel() > 0) {
-        View(made).on_cpu().copy_(tensor);
+      if (tensor.numel() > 0) { // on the stream, behind what is still under way in the memory that `made` reuses
+        current_queue(call.device).push([tensor, view = View(made)] {
+          at::NoGradGuard no_grad;
+          at::AutoDispatchBelowADInplaceOrView guard;
+          view.on_cpu().copy_(tensor);
+        });
       }
       return made;
     }));
@@ -454,6 +459,11 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes, std::optional<a
 Tensor& set_source_storage_offset(
     Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
   return at::native::set_storage_cpu_(self, std::move(source), offset, sizes, strides);
+}
+
+Tensor& set_source_storage(Tensor& self, at::Storage source) {
+  auto count = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_source_storage_offset(self, std::move(source), 0, {count}, {});
 }
 
 size_t spanned_bytes(const Tensor& tensor) {
@@ -575,6 +585,17 @@ void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::push(*stack, torch::jit::pop(*stack).toTensor().to(dtype));
 }
 
+// The CPU's mean and rstd have the type of the weight, those of the meta kernel are float32: cast them back, exactly.
+void layer_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto at = stack->size() - 8;
+  const auto& weight = (*stack)[at + 5];
+  auto dtype = (weight.isTensor() && weight.toTensor().defined() ? weight : (*stack)[at + 1]).toTensor().scalar_type();
+  for (auto statistic : {at + 3, at + 4}) {
+    (*stack)[statistic] = (*stack)[statistic].toTensor().to(dtype);
+  }
+  kernel(op, stack);
+}
+
 void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
   kernel(op, stack);
@@ -599,18 +620,31 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", TORCH_FN(resize_));
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_source_storage_offset));
+  m.impl("set_.source_Storage", TORCH_FN(set_source_storage));
+  m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
+  m.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+}
+
+// A copy reads and writes conjugated and negated views as they are.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 } // namespace
