@@ -19,7 +19,7 @@ from zero_infinity.machine import HostMemory
 @pytest.fixture
 def no_torch_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the part that imports torch, which has a test of its own."""
-    monkeypatch.setattr(doctor, "_check_torch", lambda: iter([doctor.Check("torch", "left out")]))
+    monkeypatch.setattr(doctor, "_check_torch", lambda directory: iter([doctor.Check("torch", "left out")]))
 
 
 def test_real_invocation(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_slow_16_bit_arithmetic_is_a_warning(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import then raises
-    (check,) = doctor._check_torch()
+    (check,) = doctor._check_torch(Path())
     assert (check.name, check.status, check.remedy) == ("torch", "fail", "pip install torch")
 
 

@@ -10,7 +10,6 @@ ours, fio, ...) on the same file, and medians are compared.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -18,13 +17,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
 from rich.console import Console
 from rich.table import Table
 
 from zero_infinity.byte_sizes import format_bytes, format_seconds, parse_bytes
+from zero_infinity.cli.progress_display import status_lines
 from zero_infinity.errors import ConfigError
 from zero_infinity.storage.io_engine import NUM_THREADS, REQUEST_BYTES, IOEngine
 from zero_infinity.storage.io_speed import IOSpeed, IOWorkload, measure, scratch_memory
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     device = _BenchFile(args.directories)
     try:
         device.extend(num_bytes)
-        with _progress() as say:
+        with status_lines() as say:
             say(f"writing {format_bytes(num_bytes)} in {', '.join(args.directories)}")
             bench = _Bench(device, memoryview(scratch_memory(_MEMORY_BYTES)), num_bytes, say)
             bench.measure(IOSetting(IOWorkload.WRITE, _MIB, NUM_THREADS))
@@ -233,17 +233,6 @@ def _median(speeds: list[IOSpeed]) -> IOSpeed:
 
 def _best(sweep: dict[IOSetting, IOSpeed], workload: IOWorkload) -> IOSetting:
     return max((s for s in sweep if s.workload is workload), key=lambda setting: sweep[setting].bytes_per_second)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows the current measurement on stderr: a status line on a terminal, plain lines elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    with console.status("") as status:
-        yield status.update
 
 
 def _as_json(

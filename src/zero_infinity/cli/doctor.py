@@ -1,8 +1,8 @@
 """`zero-infinity doctor`: checks whether this machine is ready for training, with a remedy for each problem.
 
-Owns the checks and their remedies. Each check looks at one thing, takes well under a second and changes nothing: the
-file that is written to test direct I/O has no name and is gone when it is closed. Bandwidth is measured by
-`zero-infinity bench`.
+Owns the checks and their remedies. Each check looks at one thing, takes about a second at most and changes nothing: a
+file that is written as a test is gone when it is closed. The link of each accelerator is measured briefly
+(`device_links`); drives are measured by `zero-infinity bench`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_infinity.byte_sizes import format_bytes, format_count
+from zero_infinity.byte_sizes import format_bytes, format_count, format_rate
 from zero_infinity.machine import host_memory
 from zero_infinity.policy.alignment import ALIGNMENT
+
+if TYPE_CHECKING:  # it imports torch
+    from zero_infinity.cli.device_links import LinkRates
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -43,6 +46,7 @@ MATMUL_SIZE = 192  # 14 MFLOP: up to 0.05 s where a CPU does 16-bit arithmetic e
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 REMOTE_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "overlay"}
 STATUS_STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+LINK_BYTES = 64 << 20  # of one copy over an accelerator's link: 3 ms at 25 GB/s
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 EPILOG = """\
@@ -84,7 +88,7 @@ def examine(directory: Path) -> Iterator[Check]:
     """Every check, in the order of the table."""
     yield _check_kernel()
     yield Check("Python", platform.python_version())
-    yield from _check_torch()
+    yield from _check_torch(directory)
     yield _check_transformers()
     yield from _check_memory()
     yield _check_memlock()
@@ -107,8 +111,8 @@ def _check_kernel() -> Check:
     return Check("kernel", value)
 
 
-def _check_torch() -> Iterator[Check]:
-    """torch, and what only torch knows: accelerator, threads and the speed of 16-bit arithmetic."""
+def _check_torch(directory: Path) -> Iterator[Check]:
+    """torch, and what only torch knows: accelerators, threads and the speed of 16-bit arithmetic."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -118,10 +122,38 @@ def _check_torch() -> Iterator[Check]:
     old = version < MIN_TORCH
     wanted = ".".join(map(str, MIN_TORCH))
     yield Check("torch", torch.__version__, "fail" if old else "ok", f"pip install 'torch>={wanted}'" if old else "")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    yield Check("accelerator", str(accelerator) if accelerator else "none: computes on the CPU")
+    yield from _check_accelerators(directory)
     yield _check_threads(len(os.sched_getaffinity(0)), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
     yield _check_half_precision(torch)
+
+
+def _check_accelerators(directory: Path) -> Iterator[Check]:
+    """Each accelerator and its link; only one row without any."""
+    from zero_infinity.cli import device_links as links
+
+    devices = links.accelerators()
+    if not devices:
+        yield Check("accelerator", "none: computes on the CPU")
+        return
+    yield Check("accelerator", ", ".join(map(str, devices)))
+    for device in devices:
+        try:
+            facts = links.facts_of(device)
+            rates = links.link_rates(device, links.copy_size(device, LINK_BYTES))
+        except RuntimeError as error:  # out of memory, or the driver fails
+            yield Check(str(device), str(error).splitlines()[0], "fail", "stop what else uses it; check its driver")
+            continue
+        memory = f"{format_bytes(facts.free_bytes)} free of {format_bytes(facts.total_bytes)}"
+        yield Check(str(device), f"{facts.name}, {memory}")
+        yield Check(f"{device} link", _link_text(rates))
+    yield Check("peer access", links.peer_access(devices))
+    problem = links.why_no_direct_storage(devices[0], directory)
+    yield Check("GPUDirect Storage", "works" if problem is None else f"no: {problem}")
+
+
+def _link_text(rates: LinkRates) -> str:
+    up = f"up {format_rate(rates.up_pinned)} pinned, {format_rate(rates.up_unpinned)} unpinned"
+    return f"{up}; down {format_rate(rates.down_pinned)} pinned, {format_rate(rates.down_unpinned)} unpinned"
 
 
 def _check_threads(num_cores: int, num_threads: int, setting: str | None) -> Check:

@@ -22,13 +22,13 @@ from zero_infinity.errors import ConfigError, ZeroInfinityError
 
 # Command (also the name of its module) -> the line that --help shows.
 COMMANDS = {
-    "doctor": "check this machine: direct I/O, memory, limits, 16-bit speed",
+    "doctor": "check this machine: accelerators, direct I/O, memory, limits",
     "train": "train a model whose states are larger than memory",
     "export": "write the weights of a checkpoint as a Hugging Face folder",
     "plan": "predict memory per tier and step time before training",
     "simulate": "simulate a training step on given hardware",
     "report": "make an HTML page from a trace",
-    "bench": "measure this machine: drive bandwidth, hardware profile",
+    "bench": "measure this machine: drives, accelerator, hardware profile",
     "paper": "recompute the tables and figures of the ZeRO papers",
 }
 

@@ -1,12 +1,14 @@
-"""Progress of `train` and `export`: bars on a terminal, plain lines elsewhere, JSON lines with --json.
+"""Progress of `train`, `export` and `bench`: bars on a terminal, plain lines elsewhere, JSON lines with --json.
 
-Owns the look of a step and of a transfer (saving, loading, exporting). It does not know how a step is measured.
+Owns the look of a step, of a transfer (saving, loading, exporting) and of a measurement. It does not know how a step is
+measured.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -199,3 +201,14 @@ def _format_left(seconds: float) -> str:
 def _process_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def status_lines() -> Iterator[Callable[[str], None]]:
+    """Shows the current measurement on stderr: a status line on a terminal, plain lines elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update
