@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,12 +54,12 @@ def collect_stats(
     store, host_cache = parameter_store.store, parameter_store.host_cache
     counters = store.engine.counters() if store.engine is not None else None
     store.pool.collect()
-    sent: dict[str, int] = {}
-    calls: dict[str, int] = {}
+    sent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for traffic in traffics:
         more_sent, more_calls = traffic.snapshot()
-        sent |= more_sent
-        calls |= more_calls
+        sent.update(more_sent)  # adds up
+        calls.update(more_calls)
     sizes = layout.sizes
     return Stats(
         num_steps=num_steps,
@@ -82,6 +83,6 @@ def collect_stats(
         bucket_bytes=2 * layout.bucket_bytes,
         copy_bytes=layout.copies,
         activation_bytes=activation_bytes,
-        sent_bytes=sent,
-        num_exchanges=calls,
+        sent_bytes=dict(sent),
+        num_exchanges=dict(calls),
     )

@@ -84,5 +84,7 @@ def test_the_traffic_of_several_groups_is_told_by_kind() -> None:
     stats = collect(engine, ranks, replicas)
     assert stats.sent_bytes == {"gradient sum": 120, "activations": 3}
     assert stats.num_exchanges == {"gradient sum": 2, "activations": 1}
+    replicas.add("gradient sum", 5)
+    assert collect(engine, ranks, replicas).sent_bytes["gradient sum"] == 125, "both groups have sent of this kind"
     alone = collect(engine)
     assert (alone.sent_bytes, alone.num_exchanges) == ({}, {})

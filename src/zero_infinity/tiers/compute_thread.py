@@ -33,8 +33,10 @@ class ComputeThread:
         """The compute thread waits for `name` inside this context."""
         self._update_worker.take_over()
         start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        self.waited_seconds += seconds
-        if self._run_trace is not None:
-            self._run_trace.waited(name, start, seconds)
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.waited_seconds += seconds
+            if self._run_trace is not None:
+                self._run_trace.waited(name, start, seconds)

@@ -105,3 +105,14 @@ def test_a_trace_shows_what_was_waited_for(
         pass
     spans = [span for span in trace.trace.spans if span.category is Category.WAIT]
     assert [(span.name, span.start, span.seconds) for span in spans] == [("layer.3", 10.0, 0.5)]
+
+
+def test_a_wait_that_ends_in_an_error_counts() -> None:
+    thread = ComputeThread(cast(UpdateWorker, SimpleNamespace(take_over=lambda: None)), None)
+
+    def wait() -> None:
+        with thread.waiting("a block"):
+            raise OSError
+
+    pytest.raises(OSError, wait)
+    assert thread.waited_seconds > 0
