@@ -109,10 +109,6 @@ def test_a_trace_shows_what_was_waited_for(
 
 def test_a_wait_that_ends_in_an_error_counts() -> None:
     thread = ComputeThread(cast(UpdateWorker, SimpleNamespace(take_over=lambda: None)), None)
-
-    def wait() -> None:
-        with thread.waiting("a block"):
-            raise OSError
-
-    pytest.raises(OSError, wait)
+    with pytest.raises(InterruptedError), thread.waiting("a block"):
+        raise InterruptedError
     assert thread.waited_seconds > 0
