@@ -19,7 +19,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 PACKAGE = PROJECT / "src" / "zero_infinity"
 TRANSFERS = "tests/device/test_transfers.py"
-MEMORY = "tests/device/test_torch_device.py"
+MEMORY = "tests/device/test_torch_accelerator.py"
 RANKS = "tests/device/test_ranks.py"
 
 
@@ -35,7 +35,7 @@ class Mutation:
     pins: str = "1"  # "0": the device's runtime cannot register host memory
 
 
-DEVICE = "tiers/torch_device.py"
+DEVICE = "tiers/torch_accelerator.py"
 MUTATIONS = [
     Mutation(
         "computing waits for an upload",

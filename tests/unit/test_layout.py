@@ -71,7 +71,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "tiers/compute_device.py": "equivalence/test_accelerator.py",
     "tiers/emulated_accelerator.py": "equivalence/test_accelerator.py",
     "tiers/pinned_ring.py": "device/test_transfers.py",
-    "tiers/torch_device.py": "device/test_transfers.py",
+    "tiers/torch_accelerator.py": "device/test_transfers.py",
     "tiling/attach_tiles.py": "equivalence/test_tiling.py",
     "tiling/lazy_logits.py": "equivalence/test_tiling.py",
     "tiling/materialize.py": "equivalence/test_tiling.py",

@@ -1,7 +1,7 @@
 """Saves a checkpoint: all ranks write their parts of the same files, rank 0 publishes them.
 
 The order of the phases and what ranks agree on are here. What is saved is in `snapshot`, how bytes are written in
-`shard_writer`, how the result becomes a checkpoint atomically in `atomic_save`.
+`shard_writer`, how the result becomes a checkpoint atomically in `checkpoint_directory`.
 """
 
 from __future__ import annotations

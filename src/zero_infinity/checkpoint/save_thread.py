@@ -1,7 +1,8 @@
 """The save that runs while training continues: at most one at a time, on a thread of its own.
 
 The compute thread waits for it at known points (the next save or load, `zi.synchronize`), where it also gets its
-errors. Knows nothing of what is saved.
+errors. Knows nothing of what is saved: `shard_writer.py` writes, `storage/snapshot_guard.py` keeps blocks unchanged
+until they are written, `save.py` orders the phases.
 """
 
 from __future__ import annotations

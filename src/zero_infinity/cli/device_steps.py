@@ -33,7 +33,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import VOCABULARY, Shape
 from zero_infinity.tiers.compute_device import DeviceTransfer
-from zero_infinity.tiers.torch_device import TorchDevice
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 _TURN_STEPS = 3
 _WARM_UP_TURNS = 2  # the engine learns the order of accesses in three steps
@@ -103,7 +103,7 @@ class StepResult:
         return self.seconds / self.plain_seconds
 
 
-class CountingDevice(TorchDevice):
+class CountingDevice(TorchAccelerator):
     """An accelerator that counts the bytes of its link."""
 
     def __init__(self, device: torch.device, budget: int) -> None:

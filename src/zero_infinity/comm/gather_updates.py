@@ -31,7 +31,7 @@ class _Task:
     spans: Sequence[Span]  # each rank's shard
 
 
-class ParameterAllGather:
+class UpdateAllGather:
     """Completes units of which this rank has updated only its shard."""
 
     def __init__(self, store: BlockStore, channel: Channel) -> None:

@@ -1,6 +1,7 @@
 """Gradients accumulated until `step()`, in the gradient blocks of their chunks.
 
-The policy may evict these blocks to NVMe, so accumulated gradients need no memory outside the budget.
+The policy may evict these blocks to NVMe, so accumulated gradients need no memory outside the budget. Gradients that
+arrive later, from an accelerator or other ranks, are added by the update worker (`chunk_update.py: RetainGradients`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero_infinity.comm.connect import Channels
-from zero_infinity.comm.gather_updates import ParameterAllGather
+from zero_infinity.comm.gather_updates import UpdateAllGather
 from zero_infinity.comm.reduce_scatter import GradientDevice, ReduceScatter
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
@@ -71,7 +71,7 @@ def make_collectives(
     on_close(reduce_scatter.close)
     all_gather = None
     if channels.updates is not None:
-        all_gather = ParameterAllGather(store, channels.updates)
+        all_gather = UpdateAllGather(store, channels.updates)
         on_close(all_gather.close)
     gathered = cache if sharding.shards_parameters else None
     device = accelerator.device if accelerator is not None else torch.device("cpu")

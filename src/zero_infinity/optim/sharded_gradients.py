@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero_infinity.comm.channel import Channel, Topic
-from zero_infinity.comm.gather_updates import ParameterAllGather
+from zero_infinity.comm.gather_updates import UpdateAllGather
 from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
@@ -66,7 +66,7 @@ class GradientCollectives:
     sharding: Sharding
     channel: Channel  # of the compute thread
     reduce_scatter: ReduceScatter
-    all_gather: ParameterAllGather | None  # of updated shards, where every rank stores whole units
+    all_gather: UpdateAllGather | None  # of updated shards, where every rank stores whole units
     routing: ExpertRouting
     gathered: DeviceCache | None  # unsharded copies of sharded parameters
     device: torch.device  # where gradients are summed

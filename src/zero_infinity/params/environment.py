@@ -19,7 +19,7 @@ from zero_infinity.params.precision import Precision, computes_with_buffers, mul
 from zero_infinity.params.unshard import store_of
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.tiers.compute_device import ComputeDevice
-from zero_infinity.tiers.torch_device import TorchDevice
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class TrainingEnvironment:
         return self.accelerator.device if self.accelerator is not None else torch.device("cpu")
 
     @property
-    def gradient_device(self) -> TorchDevice | None:
+    def gradient_device(self) -> TorchAccelerator | None:
         """The accelerator on which ranks sum gradients."""
-        return self.accelerator if isinstance(self.accelerator, TorchDevice) else None
+        return self.accelerator if isinstance(self.accelerator, TorchAccelerator) else None
 
     @property
     def device_memory(self) -> int | None:

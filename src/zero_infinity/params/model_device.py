@@ -11,7 +11,7 @@ from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.params.offloaded_param import managed, replace_by
 from zero_infinity.tiers.compute_device import ComputeDevice
-from zero_infinity.tiers.torch_device import TorchDevice, indexed
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator, indexed
 
 
 def find_accelerator(
@@ -27,7 +27,9 @@ def find_accelerator(
         return None
     # Asked once: what is free changes. Ranks must decide alike which layers are gathered when.
     budget = config.device_memory or torch.accelerator.get_memory_info(chosen)[0] // 2
-    return TorchDevice(chosen, budget if ranks is None else ranks.smallest("the device memory of zi.prepare", budget))
+    if ranks is not None:
+        budget = ranks.smallest("the device memory of zi.prepare", budget)
+    return TorchAccelerator(chosen, budget)
 
 
 def _device_of(model: nn.Module) -> torch.device:

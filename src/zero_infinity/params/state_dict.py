@@ -1,4 +1,7 @@
-"""`state_dict()` and `load_state_dict()` of a prepared model: one returns copies, the other copies into place."""
+"""`state_dict()` and `load_state_dict()` of a prepared model: one returns copies, the other copies into place.
+
+While a `StateDictScope` is open, `unshard.py: call_unsharded` returns clones instead of views.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The only owner of unit and parameter state: what is unsharded, edited by the user, or has a pending update.
 
 All other code queries the state and changes it by the named transitions here, which check the state they start from.
+Whether a unit's bytes are in memory or newer than on NVMe is the state of its block (`storage/block.py`).
 
     unit:       PLANNED --store_in--> OFFLOADED <--reshard/unshard--> UNSHARDED
     pending:    NOTHING --submit_update--> UPDATE --end_step--> NOTHING

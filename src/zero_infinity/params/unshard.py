@@ -1,7 +1,8 @@
 """Unshards parameters for exactly as long as they are needed.
 
 A parameter is unsharded if it points at its values and offloaded if it points at a NaN cell. Only one thread at a time
-may swap parameters: a kernel on another thread holds the tensor object, not its memory.
+may swap parameters: a kernel on another thread holds the tensor object, not its memory. Values come from
+`params/unit_values.py`; shards of other ranks are all-gathered in `tiers/copier.py`.
 """
 
 from __future__ import annotations

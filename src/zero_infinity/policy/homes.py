@@ -7,6 +7,8 @@ saves nothing. All other units live on NVMe and are fetched; without NVMe everyt
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Protocol
 
 from zero_infinity.policy.alignment import round_up
 
@@ -21,6 +23,23 @@ class Home(enum.Enum):
 
     NVME = "nvme"
     RAM = "ram"
+
+
+class SizedUnit(Protocol):
+    """The part of a `UnitSize` that decides its home."""
+
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def home(self) -> Home | None: ...
+    def total(self, chunk_bytes: int) -> int: ...
+
+
+def choose_homes(units: Sequence[SizedUnit], budget: int, chunk_bytes: int) -> tuple[Home, ...]:
+    """The homes of these units, with NVMe and chunks of this size; a home that was decided earlier stays."""
+    small_bytes = sum(unit.total(chunk_bytes) for unit in units if is_small(unit.parameters))
+    of_small = home_of_small_units(small_bytes, budget)
+    return tuple(unit.home or (of_small if is_small(unit.parameters) else Home.NVME) for unit in units)
 
 
 def is_small(parameter_bytes: int) -> bool:

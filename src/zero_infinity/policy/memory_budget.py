@@ -17,7 +17,7 @@ from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy import chunk_size
 from zero_infinity.policy.alignment import round_up
-from zero_infinity.policy.homes import Home, home_of_small_units, is_small
+from zero_infinity.policy.homes import Home, choose_homes
 from zero_infinity.policy.lookahead import lookahead_bytes
 from zero_infinity.policy.unit_sizes import UnitSize
 
@@ -94,7 +94,7 @@ def place(
     gradients = max((u.arriving for u in units), default=0)
     if not nvme:
         return _all_resident(units, budget, gradients)
-    homes = _homes(units, budget)
+    homes = choose_homes(units, budget, chunk_size.MIN_CHUNK_BYTES)
     staying = [u for u, home in zip(units, homes, strict=True) if home is Home.RAM]
     resident = sum(u.total(chunk_size.MIN_CHUNK_BYTES) for u in staying)
     moving = [u for u, home in zip(units, homes, strict=True) if home is Home.NVME]
@@ -130,12 +130,6 @@ def _all_resident(units: Sequence[UnitSize], budget: int, gradients: int) -> Mem
             f'  fix:   nvme="/path/on/a/drive", or memory={suggest_bytes(states + gradients)}'
         )
     return MemoryDivision((Home.RAM,) * len(units), states, gradients, 0, 0, chunk_size.MAX_CHUNK_BYTES, 0)
-
-
-def _homes(units: Sequence[UnitSize], budget: int) -> tuple[Home, ...]:
-    small_bytes = sum(u.total(chunk_size.MIN_CHUNK_BYTES) for u in units if is_small(u.parameters))
-    of_small = home_of_small_units(small_bytes, budget)
-    return tuple(u.home or (of_small if is_small(u.parameters) else Home.NVME) for u in units)
 
 
 def _room_for_copies(sizes: Sequence[int], at_once: int, memory: int, *, gathered: bool) -> int:

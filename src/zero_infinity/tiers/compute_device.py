@@ -2,7 +2,7 @@
 
 Everything above uses `ComputeDevice`. Implementations:
 - `CpuDevice`: the CPU, computing in another dtype than parameters are stored in.
-- `torch_device.TorchDevice`: an accelerator that torch knows.
+- `torch_accelerator.TorchAccelerator`: an accelerator that torch knows.
 - `emulated_accelerator.EmulatedAccelerator`: the CPU behind a slow link, to measure overlap without an accelerator.
 """
 

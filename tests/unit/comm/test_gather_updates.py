@@ -12,7 +12,7 @@ from support.block_bench import PAGE, BlockBench, wait_until
 from support.patience import SECONDS
 
 from zero_infinity.comm.channel import Channel, Topic
-from zero_infinity.comm.gather_updates import ParameterAllGather
+from zero_infinity.comm.gather_updates import UpdateAllGather
 from zero_infinity.policy.partition import Span
 from zero_infinity.storage.block import Block
 
@@ -50,7 +50,7 @@ class Bench(BlockBench):
     def __init__(self) -> None:
         super().__init__(4)
         self.channel = OtherHalf()
-        self.all_gather = ParameterAllGather(self.store, cast(Channel, self.channel))
+        self.all_gather = UpdateAllGather(self.store, cast(Channel, self.channel))
 
     def submit(self, block: Block) -> None:
         self.all_gather.submit(Topic("parameter gather", block.key, block.name), block, torch.float32, SPANS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.device import DEVICE, EXTENSION, WHY_NOT
 
-from zero_infinity.tiers.torch_device import TorchDevice
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 if EXTENSION is None:
     pytest.skip(str(WHY_NOT), allow_module_level=True)
@@ -29,7 +29,7 @@ def pinned(value: int, num_bytes: int = SIZE) -> torch.Tensor:
     return torch.full((num_bytes,), value, dtype=torch.uint8).pin_memory()
 
 
-def read_slowly(device: TorchDevice, value: int) -> tuple[object, torch.Tensor]:
+def read_slowly(device: TorchAccelerator, value: int) -> tuple[object, torch.Tensor]:
     """Memory with a copy in it, and the result of a kernel that has not read it yet."""
     memory = device.allocate(SIZE)
     device.upload(pinned(value), memory.tensor()).order()
@@ -38,7 +38,7 @@ def read_slowly(device: TorchDevice, value: int) -> tuple[object, torch.Tensor]:
 
 
 def test_an_upload_into_reused_memory_waits_for_its_readers() -> None:
-    device = TorchDevice(DEVICE, 2 * SIZE)
+    device = TorchAccelerator(DEVICE, 2 * SIZE)
     memory, read = read_slowly(device, 1)
     address = memory.tensor().data_ptr()
     memory.release()
@@ -50,7 +50,7 @@ def test_an_upload_into_reused_memory_waits_for_its_readers() -> None:
 
 
 def test_memory_that_goes_back_to_torch_waits_for_its_readers() -> None:
-    device = TorchDevice(DEVICE, 2 * SIZE)
+    device = TorchAccelerator(DEVICE, 2 * SIZE)
     memory, read = read_slowly(device, 1)
     memory.release()
     device.allocate(2 * SIZE)  # does not fit beside the free one
@@ -59,7 +59,7 @@ def test_memory_that_goes_back_to_torch_waits_for_its_readers() -> None:
 
 
 def test_memory_of_a_tensor_that_outlives_its_release_waits_for_its_readers() -> None:
-    device = TorchDevice(DEVICE, 2 * SIZE)
+    device = TorchAccelerator(DEVICE, 2 * SIZE)
     memory = device.allocate(SIZE)
     device.upload(pinned(1), memory.tensor()).order()
     memory.used()
@@ -72,7 +72,7 @@ def test_memory_of_a_tensor_that_outlives_its_release_waits_for_its_readers() ->
 
 
 def test_an_unpinned_source_may_change_at_once_and_is_converted() -> None:
-    device = TorchDevice(DEVICE, 1 << 20)
+    device = TorchAccelerator(DEVICE, 1 << 20)
     target = torch.empty(200_000, dtype=torch.bfloat16, device=DEVICE)
     source = (torch.arange(200_000) // 1000).float()
     expected = source.bfloat16()

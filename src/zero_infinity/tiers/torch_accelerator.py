@@ -40,7 +40,7 @@ class StreamTransfer:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
-class TorchDevice:
+class TorchAccelerator:
     """One accelerator, with a byte budget for copies of parameters."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
