@@ -134,7 +134,7 @@ def test_tables_and_a_run_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: py
     def broken(job: device_steps.Job, budget: device_steps.Budget, directory: Path | None) -> device_steps.StepResult:
         if budget.name == "least":
             raise RuntimeError("no kernel [image]\nsecond line")
-        return device_steps.StepResult(0.2, 0.1, False, 1e-6, (2.0, 1.0), budget, device_steps.Traffic(1, 2, 3, 4))
+        return device_steps.StepResult(0.2, 0.1, False, 1e-6, (2.0, 1.0), budget, device_steps.LinkBytes(1, 2, 3, 4))
 
     monkeypatch.setattr(device_steps, "compare_budget", broken)
     monkeypatch.setenv("COLUMNS", "200")

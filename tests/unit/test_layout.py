@@ -27,6 +27,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "activations/recompute.py": "equivalence/test_activation_checkpointing.py",
     "api.py": "unit/test_public_api.py",
     "cli/bench.py": "cli/test_main.py",
+    "cli/device_links.py": "device/test_bench_device.py",
+    "cli/device_steps.py": "device/test_bench_device.py",
     "cli/exit_codes.py": "cli/test_main.py",
     "cli/export.py": "cli/test_train_checkpoints.py",
     "cli/plan.py": "cli/test_plan_command.py",

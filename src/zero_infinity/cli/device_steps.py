@@ -77,7 +77,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LinkBytes:
     """Bytes that one step moved, on average over the timed steps."""
 
     uploaded: int
@@ -96,7 +96,7 @@ class StepResult:
     max_loss_difference: float
     losses: tuple[float, ...]
     budget: Budget | None = None
-    traffic: Traffic | None = None  # of prepared models
+    traffic: LinkBytes | None = None  # of prepared models
 
     @property
     def ratio(self) -> float:
@@ -132,7 +132,7 @@ class Trained(Protocol):
     def settle(self) -> None:
         """Wait for what the step has left to other threads."""
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> LinkBytes | None:
         """The bytes moved so far, if they are known."""
 
     def close(self) -> None: ...
@@ -200,10 +200,10 @@ class PreparedTraining:
     def settle(self) -> None:
         api.synchronize(self._model)
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkBytes:
         stats = api.stats(self._model)
         link = self._device
-        return Traffic(link.uploaded_bytes, link.downloaded_bytes, stats.bytes_read, stats.bytes_written)
+        return LinkBytes(link.uploaded_bytes, link.downloaded_bytes, stats.bytes_read, stats.bytes_written)
 
     def close(self) -> None:
         api.close(self._model)
@@ -234,7 +234,7 @@ class _Timed:
         self._training = training
         self._losses: list[Tensor] = []
         self._seconds: list[float] = []
-        self._before: Traffic | None = None
+        self._before: LinkBytes | None = None
 
     def take_turn(self, *, is_timed: bool) -> None:
         first = len(self._losses)
@@ -257,13 +257,13 @@ class _Timed:
     def losses(self) -> tuple[float, ...]:
         return tuple(loss.item() for loss in self._losses)  # a float32 is exact in a float
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> LinkBytes | None:
         """Bytes of a timed step."""
         before, after = self._before, self._training.traffic()
         if before is None or after is None:
             return None
         steps = len(self._seconds) * _TURN_STEPS
-        return Traffic(
+        return LinkBytes(
             (after.uploaded - before.uploaded) // steps,
             (after.downloaded - before.downloaded) // steps,
             (after.read - before.read) // steps,
