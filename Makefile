@@ -8,7 +8,8 @@ WORKERS ?= 4
 # DeepSpeed and what it needs is kept apart from what this project needs.
 # Tests on the asynchronous device of tests/device, which is built once (half a minute, needs g++).
 ON_DEVICE := TEST_DEVICE=lag PATH="$(CURDIR)/$(BIN):$$PATH"
-ON_DEVICE_FILES := $(patsubst %,tests/equivalence/test_%.py,models deferred_init resume parameter_operations precision)
+ON_DEVICE_FILES := $(patsubst %,tests/equivalence/test_%.py,models deferred_init)
+MORE_ON_DEVICE := $(patsubst %,tests/equivalence/test_%.py,resume parameter_operations precision)
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
@@ -33,7 +34,7 @@ test: $(STAMP) ## run the tests (WORKERS=4 processes)
 # Also with examples of hypothesis that are drawn anew: what they find is a bug, and not always the last change's.
 test-all: $(STAMP) ## the same, with long variants and random examples: world sizes, kills, limits
 	HYPOTHESIS_PROFILE=random $(BIN)/pytest -n $(WORKERS) --durations=20 tests
-	$(ON_DEVICE) $(BIN)/pytest -n $(WORKERS) tests/device $(ON_DEVICE_FILES)
+	$(ON_DEVICE) $(BIN)/pytest -n $(WORKERS) tests/device $(ON_DEVICE_FILES) $(MORE_ON_DEVICE)
 
 lint: $(STAMP) ## ruff, mypy, and the layers of the imports
 	$(BIN)/ruff check .

@@ -224,6 +224,7 @@ class Copier:
     def _copy(self, copy: DeviceCopy) -> None:
         source = copy.source
         if copy.is_dropped:
+            self._finish_before(source.the_block())
             with self._store.reading(source.the_block()):
                 return
         copy.memory = self.device.allocate(_num_bytes(source))
@@ -232,8 +233,7 @@ class Copier:
     def _load(self, source: CopySource, num_elements: int, target: torch.Tensor) -> DeviceTransfer:
         """Copy a unit's block, or a part of it, to the device as soon as the block is in memory."""
         block = source.the_block()
-        while self._under_way and self._must_finish_before(block):
-            self._finish_oldest()
+        self._finish_before(block)
         with ExitStack() as reading:
             memory = reading.enter_context(self._store.reading(block))
             transfer = self._upload(source, memory.view(source.dtype)[:num_elements], target)
@@ -241,13 +241,17 @@ class Copier:
                 self._under_way.append((transfer, block, reading.pop_all()))
         return transfer
 
-    def _must_finish_before(self, block: Block) -> bool:
-        """True if a copy has to be done before this block is read: one at a time reads a block.
+    def _finish_before(self, block: Block) -> None:
+        """Wait for copies that have to be done before this block is read.
 
-        A block that is not there yet may need the room that the sources of earlier copies take.
+        One at a time reads a block, and one that is not there yet may need the room that the sources of earlier copies
+        take: this thread must never wait for a block while it holds others.
         """
-        is_read = any(block is other for _, other, _ in self._under_way)
-        return is_read or len(self._under_way) >= _MAX_UNDER_WAY or not self._store.readable(block)
+        while self._under_way:
+            is_read = any(block is other for _, other, _ in self._under_way)
+            if not is_read and len(self._under_way) < _MAX_UNDER_WAY and self._store.readable(block):
+                return
+            self._finish_oldest()
 
     def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         start = time.perf_counter()
