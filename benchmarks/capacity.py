@@ -28,9 +28,9 @@ from benchmarks.provenance import keep, provenance
 from benchmarks.tables import aligned
 from benchmarks.turns.contender import WORKER, Contender
 from benchmarks.turns.messages import STATE_BYTES, Race, Setting
-from benchmarks.turns.options import progress
 from zero_infinity.byte_sizes import format_bytes, format_count, format_seconds, parse_bytes
 from zero_infinity.cli import signals
+from zero_infinity.cli.progress_display import status_lines
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 from zero_infinity.storage.io_speed import IOWorkload
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if args.layers < 1 or args.hidden < _HEAD_WIDTH or args.hidden % _HEAD_WIDTH:
         raise ConfigError(f"--layers is at least 1, and --hidden a multiple of {_HEAD_WIDTH}")
     origin = provenance(args.directory)
-    with signals.watched(), progress() as say, _swap_space(args.directory) as nvme, extensions_folder() as built:
+    with signals.watched(), status_lines() as say, _swap_space(args.directory) as nvme, extensions_folder() as built:
 
         def attempt(way: Way, layers: int, limit: int | None) -> Trial:
             where = f"within {format_bytes(limit)}" if limit is not None else "without a limit"

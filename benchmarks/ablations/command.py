@@ -25,10 +25,11 @@ from benchmarks.ratios import ratios
 from benchmarks.tables import aligned
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race, Setting
-from benchmarks.turns.options import add_race, add_turns, progress, race_of, swap_directory
+from benchmarks.turns.options import add_race, add_turns, race_of, swap_directory
 from benchmarks.turns.rounds import compete
 from zero_infinity.byte_sizes import format_rate, parse_bytes
 from zero_infinity.cli import signals
+from zero_infinity.cli.progress_display import status_lines
 from zero_infinity.errors import ConfigError
 
 _FRACTION = 1 / 8  # of the states: the budget
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     with signals.watched(), swap_directory(args.nvme) as nvme:
         origin = provenance(nvme)
         cells = []
-        with progress() as say:
+        with status_lines() as say:
             for bytes_per_second in links:
                 for batch in batches:
                     args.batch = batch

@@ -22,10 +22,11 @@ from benchmarks.provenance import provenance
 from benchmarks.tables import aligned
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import STATE_BYTES, Race, Setting
-from benchmarks.turns.options import add_race, add_turns, progress, swap_directory
+from benchmarks.turns.options import add_race, add_turns, swap_directory
 from benchmarks.turns.rounds import compete
 from zero_infinity.byte_sizes import format_bytes, format_seconds
 from zero_infinity.cli import signals
+from zero_infinity.cli.progress_display import status_lines
 from zero_infinity.models.presets import Shape
 
 _HEADS = 4
@@ -144,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     with signals.watched(), swap_directory(args.nvme) as nvme:
         origin = provenance(nvme)
         found = []
-        with progress() as say:
+        with status_lines() as say:
             for axis in chosen:
                 line = points(axis, args.layers, args.hidden, args.seq)
                 contenders = [_contender(point, nvme, args) for point in line]

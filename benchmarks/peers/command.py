@@ -29,9 +29,10 @@ from benchmarks.peers.report import Building, Contest, Entry, PeersReport
 from benchmarks.provenance import provenance
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race, Setting
-from benchmarks.turns.options import SWAP_PREFIX, add_turns, progress, race_of, swap_directory
+from benchmarks.turns.options import SWAP_PREFIX, add_turns, race_of, swap_directory
 from benchmarks.turns.rounds import compete
 from zero_infinity.cli import signals
+from zero_infinity.cli.progress_display import status_lines
 from zero_infinity.errors import ConfigError
 
 _BUILD_SECONDS = 1800.0  # it takes 2 to 6 minutes on two cores
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     heats = [_chosen(args.only, is_first_model=subject.network == subjects[0].network) for subject in subjects]
     with signals.watched(), swap_directory(args.nvme) as nvme, extensions_folder() as extensions:
         origin = provenance(nvme)
-        with progress() as say:
+        with status_lines() as say:
             building = None
             if any(peer.needs_building for contest in heats for heat in contest for peer in heat):
                 say("DeepSpeed compiles its extensions")

@@ -20,9 +20,10 @@ from benchmarks.train import plot
 from benchmarks.train.report import Report
 from benchmarks.turns.contender import Contender
 from benchmarks.turns.messages import Race, Setting
-from benchmarks.turns.options import add_race, add_turns, progress, race_of, swap_directory
+from benchmarks.turns.options import add_race, add_turns, race_of, swap_directory
 from benchmarks.turns.rounds import compete
 from zero_infinity.cli import signals
+from zero_infinity.cli.progress_display import status_lines
 from zero_infinity.errors import ConfigError
 
 # Enough for states, gradients (4 bytes) and the largest unit's gradients once more.
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             Contender(race, setting, timeout=args.timeout) for setting in make_settings(args.budgets, race, nvme)
         ]
         origin = provenance(nvme)
-        with progress() as say:
+        with status_lines() as say:
             compete(contenders, race.num_steps, say, drain=args.drain, patience=args.patience)
     started = next((c.start_info for c in contenders if c.start_info), None)
     if started is not None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
 
 from benchmarks.turns.messages import Race
 from zero_infinity.errors import ConfigError
@@ -70,17 +67,6 @@ def swap_directory(given: str | None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=".") as path:
         yield path
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: one changing line on a terminal, plain lines elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    with console.status("") as status:
-        yield status.update
 
 
 def _count(text: str) -> int:

@@ -4,7 +4,8 @@ Nothing here blocks the thread that computes. Uploads run on one stream, downloa
 waits for an upload by an event, and a download waits for the computing stream. Memory that computing kernels may still
 read is reused at once, by an upload that waits for them on the device.
 
-Only public, device-generic torch API is used (`torch.accelerator`, `torch.Stream`, `torch.Event`).
+Streams, events and copies use public, device-generic torch API only (`torch.accelerator`, `torch.Stream`,
+`torch.Event`). Downloads and the ring take pinned memory from torch, which may round it up: it is outside the budget.
 """
 
 from __future__ import annotations
