@@ -27,8 +27,10 @@ BENCHMARKS = {
     "activations": ("activations", "what offloading activations costs, by hidden size"),
     "tiling": ("tiling", "the hidden size that tiling allows, and what it costs"),
     "prefetch": ("prefetch", "what prefetching is worth on several ranks (under torchrun)"),
+    "overlap": ("overlap.command", "how much of the transfers over a slow link computation hides"),
     "drive-load": ("drive_load", "plain PyTorch while another process moves a step's bytes"),
-    "kills": ("kills", "SIGKILL at random moments: no checkpoint is lost"),
+    "kills": ("kills.command", "SIGKILL at random moments: no checkpoint is lost, survivors end"),
+    "simulate-faults": ("simulation.command", "whole trainings of several ranks with faults, one seed each"),
     "numbers": ("numbers.command", "write the tables of README.md and docs/numbers.md"),
 }
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what a type checker sees instead of _HOMES
+    import zero_infinity.integrations as integrations  # noqa: F401 - see __getattr__
     from zero_infinity.api import clip_grad_norm_ as clip_grad_norm_
     from zero_infinity.api import export as export
     from zero_infinity.api import gathered as gathered
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # what a type checker sees instead of _HOMES
     from zero_infinity.errors import TransferError as TransferError
     from zero_infinity.errors import UsageError as UsageError
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
+    from zero_infinity.params.stream_weights import stream_weights as stream_weights
     from zero_infinity.tiers.emulated_accelerator import EmulatedAccelerator as EmulatedAccelerator
 
 __version__ = "0.1.0"
@@ -49,6 +51,7 @@ _EXPORTS = {
     "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
     "ZeroInfinityError",
+    "params.stream_weights": "stream_weights",
     "tiers.emulated_accelerator": "EmulatedAccelerator",
     "engine_stats": "Stats",
 }
@@ -58,6 +61,8 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:
+    if name == "integrations":
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -9,7 +9,6 @@ an alias of the C function.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, overrides
 from torch._C import _autograd
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -56,6 +55,14 @@ def inside_func_transform() -> bool:
 def inside_mode() -> bool:
     """True if a torch function or dispatch mode is active. The public API has no such question. torch 2.13."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def change_function_modes(change: Callable[[list[Any]], list[Any]]) -> None:
+    """Replace this thread's stack of torch function modes, the bottom first, as `set_default_device` does for its own
+    mode. In public a mode is a context, which must be left in order. torch 2.13."""
+    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    for mode in change(modes[::-1]):
+        overrides._push_mode(mode)
 
 
 # The function that `nn.Module._apply` calls before it replaces a parameter's data: an offloaded parameter sees in its
@@ -147,10 +154,15 @@ negated_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 
 def without_storage(
-    kind: type[torch.Tensor], shape: torch.Size, *, dtype: torch.dtype, device: torch.device
+    kind: type[torch.Tensor],
+    shape: torch.Size,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """A tensor of a subclass with a shape and no memory, as torch's guide to `__torch_dispatch__` does. torch 2.13."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=dtype, device=device)
 
 
 def order_of_norms(tensors: list[torch.Tensor]) -> list[int]:
@@ -232,8 +244,13 @@ def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def copy_without_step_hooks(optimizer: _Optimizer) -> _Optimizer:
-    """A shallow copy that calls none of the user's step hooks. In public they can only be added. torch 2.13."""
-    copied = copy.copy(optimizer)
+    """A shallow copy that calls none of the user's step hooks. In public they can only be added. torch 2.13.
+
+    `copy.copy` would leave out what a class keeps on itself beside defaults, groups and states.
+    """
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.__dict__.pop("step", None)  # a scheduler has wrapped the original's
     copied._optimizer_step_pre_hooks = OrderedDict()
     copied._optimizer_step_post_hooks = OrderedDict()
     return copied
@@ -291,6 +308,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     RuntimeError or AttributeError if the group has no such backend. torch 2.13."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
+
+
+def cpu_backend_of(group: dist.ProcessGroup) -> Any:
+    """What a group exchanges tensors of the CPU with; None if it cannot. No public equivalent. torch 2.13."""
+    try:
+        return group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
 
 
 # ---------------------------------------------------------------------- tensors without memory, counted operations

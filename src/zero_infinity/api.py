@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from zero_infinity import meta_init
 from zero_infinity.checkpoint.export import WeightExport
 from zero_infinity.checkpoint.io_thread_pool import Progress
 from zero_infinity.checkpoint.load import CheckpointLoad
@@ -29,11 +30,13 @@ from zero_infinity.checkpoint.save import CheckpointSave
 from zero_infinity.checkpoint.training_view import UnpreparedModel
 from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
-from zero_infinity.deferred_init import DeferredInit
+from zero_infinity.deferred_init import DeferredInit, under_way
 from zero_infinity.engine import TrainingEngine
 from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
+from zero_infinity.hugging_face_loading import one_tensor_at_a_time
+from zero_infinity.optim.no_updates import NoUpdates
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 from zero_infinity.params.model_device import find_accelerator, move_unmanaged
 from zero_infinity.params.offloaded_param import managed
@@ -44,6 +47,7 @@ from zero_infinity.tiers.compute_device import ComputeDevice
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@overload
 def prepare(
     model: Model,
     optimizer: Optimizer,
@@ -52,16 +56,38 @@ def prepare(
     device: torch.device | str | ComputeDevice | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     activation_group: ProcessGroup | DeviceMesh | None = None,
-) -> tuple[Model, StreamedOptimizer]:
+) -> tuple[Model, StreamedOptimizer]: ...
+@overload
+def prepare(
+    model: Model,
+    optimizer: None = None,
+    config: Config | None = None,
+    *,
+    device: torch.device | str | ComputeDevice | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Model: ...
+def prepare(
+    model: Model,
+    optimizer: Optimizer | None = None,
+    config: Config | None = None,
+    *,
+    device: torch.device | str | ComputeDevice | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    activation_group: ProcessGroup | DeviceMesh | None = None,
+) -> tuple[Model, StreamedOptimizer] | Model:
     """Move a model's states to the tiers of `config` and return the model and the optimizer to train it with.
+
+    Without an optimizer the model is for inference, and only the model is returned: there are no optimizer states and
+    no gradients (`requires_grad` is set to False), and what fits in the budget stays in memory between forwards.
 
     The model is prepared in place: it stays the same object, with the same parameter objects and unchanged code. Call
     this once for each model, before the first step.
 
     Args:
-        model: Any module, built normally or inside `init`.
+        model: Any module, built normally or inside `init`. One on the meta device is initialised here, layer by layer:
+            by its `init_weights()`, else by `reset_parameters()` of each module; all ranks get the values of rank 0.
         optimizer: A `torch.optim` optimizer over the model's parameters. It must be element-wise: `Adam`, `AdamW`,
-            `SGD` and most others are; `LBFGS`, `SparseAdam`, `Muon` and `Adafactor` are refused.
+            `SGD` and most others are; `LBFGS`, `SparseAdam`, `Muon` and `Adafactor` are refused. None: for inference.
         config: The settings; `Config()` if omitted. Must equal the one given to `init`, if the model was built there.
         device: The device to compute on, such as "cuda:1" or "cpu". Default: the accelerator that the model is on;
             for a model on the CPU the current accelerator, if torch finds one. An `EmulatedAccelerator` emulates one.
@@ -71,14 +97,23 @@ def prepare(
             part of the inputs of recomputed blocks.
 
     Returns:
-        The same model, and an optimizer that is a `torch.optim.Optimizer` and shares its `param_groups` with the given
-        one, so learning-rate schedulers work with either. Step with the returned one. A backward inside its `no_sync()`
-        context only accumulates gradients. Its `grad_norm` is the norm of the last step if `max_grad_norm` is set.
+        Without an optimizer the same model. Otherwise the same model, and an optimizer that is a
+        `torch.optim.Optimizer` and shares its `param_groups` with the given one, so learning-rate schedulers work with
+        either. Step with the returned one. A backward inside its `no_sync()` context only accumulates gradients. Its
+        `grad_norm` is the norm of the last step if `max_grad_norm` is set.
 
     Raises:
         CapacityError: The model cannot be trained within the budget. The message names the least `memory`.
         UsageError: The model is already prepared, or the optimizer is not element-wise.
     """
+    if optimizer is None and activation_group is not None:
+        raise UsageError(
+            "activation_group= splits what backward needs, and a model without an optimizer has no backward\n"
+            "  fix:   leave it out"
+        )
+    if optimizer is None:
+        _prepare(DEFAULT_PARTS, model, NoUpdates(), config, device, group)
+        return model
     return prepare_with(
         DEFAULT_PARTS,
         model,
@@ -101,6 +136,20 @@ def prepare_with(
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Model, StreamedOptimizer]:
     """Internal: `prepare` with parts of the engine replaced. A model from `init_with` keeps the parts given there."""
+    engine = _prepare(parts, model, optimizer, config, device, group, activation_group)
+    return model, StreamedOptimizer(engine, optimizer)
+
+
+def _prepare(
+    parts: EngineParts,
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: Config | None,
+    device: torch.device | str | ComputeDevice | None,
+    group: ProcessGroup | DeviceMesh | None,
+    activation_group: ProcessGroup | DeviceMesh | None = None,
+) -> TrainingEngine:
+    _check_arguments(model, optimizer, config)
     if isinstance(optimizer, StreamedOptimizer) or any(map(_is_prepared, _unsharders(model))):
         raise UsageError(
             "this model, or another one from the same zi.init, is prepared already\n"
@@ -108,12 +157,14 @@ def prepare_with(
         )
     config = config or Config()
     replicas = find_group(activation_group) if activation_group is not None else None
-    ranks = find_group(group, parts.make_traffic)
+    ranks = parts.find_ranks(group, parts.make_traffic)
+    if meta_init.is_on_meta(model):
+        meta_init.build(model, config, ranks, parts)
     accelerator = find_accelerator(model, device, config, ranks)
     engine = TrainingEngine(model, optimizer, config, accelerator, ranks, replicas, parts)
     if accelerator is not None:
         move_unmanaged(model, accelerator.device)
-    return model, StreamedOptimizer(engine, optimizer)
+    return engine
 
 
 def init(
@@ -121,7 +172,8 @@ def init(
 ) -> AbstractContextManager[None]:
     """Build models inside this context with their parameters on the tiers of `config`, never whole in memory.
 
-    Parameter values are the same as without it for the same seed. Not needed for models that fit in memory.
+    Parameter values are the same as without it for the same seed. Not needed for models that fit in memory. Inside,
+    `from_pretrained` of transformers streams weights tensor by tensor.
 
     Args:
         config: Give the same config to `prepare` afterwards.
@@ -135,14 +187,19 @@ def init_with(
     parts: EngineParts, config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None
 ) -> Iterator[None]:
     """Internal: `init` with parts of the engine replaced; `prepare` then uses the same ones."""
-    construction = DeferredInit(config or Config(), find_group(group, parts.make_traffic), parts)
+    if (outer := under_way()) is not None:  # of the whole model, to which this submodule belongs
+        outer.check_same_config(config or Config())
+        yield
+        return
+    construction = DeferredInit(config or Config(), parts.find_ranks(group, parts.make_traffic), parts)
     handles = (
         register_module_parameter_registration_hook(construction),
         register_module_module_registration_hook(construction.registered),
     )
     construction.begin()
     try:
-        yield
+        with one_tensor_at_a_time():
+            yield
         construction.close()
     finally:
         construction.end()
@@ -151,13 +208,18 @@ def init_with(
 
 
 @contextmanager
-def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
+def gathered(
+    parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor], *, modifier_rank: int | None = None
+) -> Iterator[None]:
     """Hold the full values of these parameters in memory inside this context; edits are kept.
 
     With `update="after_backward"`, their accumulated gradients are available as `.grad` between backward and step.
+    On several ranks all of them call it. Afterwards every rank has the values and gradients of one of them; an edit
+    that only another rank made is an error.
 
     Args:
         parameters: A parameter, several, or a module (all of its parameters). They must fit in `memory` together.
+        modifier_rank: The rank whose edits count. Default: the first.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -170,32 +232,31 @@ def gathered(parameters: torch.Tensor | nn.Module | Iterable[torch.Tensor]) -> I
             by_model.setdefault(unsharder_of(known), []).append(known)
     with ExitStack() as stack:
         for unsharder, members in by_model.items():
-            stack.enter_context(unsharder.gathered(members))
+            stack.enter_context(unsharder.gathered(members, modifier_rank))
         yield
 
 
-def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip the gradient norm of a prepared model, like `torch.nn.utils.clip_grad_norm_`.
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clip the gradient norm between backward and step: `torch.nn.utils.clip_grad_norm_`, which works as well.
 
-    Call it between backward and step; needs `update="after_backward"`. `Config(max_grad_norm=...)` does the same
-    without a call.
+    Called in each step from the first one on, it lets updates wait for `step()`; for a later first call, set
+    `update="after_backward"`. `Config(max_grad_norm=...)` does the same without a call, and faster on several ranks.
 
     Args:
-        parameters: Parameters of one prepared model.
-        max_norm: The largest norm allowed, over all ranks.
+        parameters: Of prepared models and others.
+        max_norm: The largest norm allowed, over all ranks. On several ranks, all call this. The rest is as in torch.
 
     Returns:
         The norm before clipping.
     """
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = {unsharder_of(known).owner for p in listed if (known := managed(p)) is not None}
-    engine = owners.pop() if len(owners) == 1 else None
-    if not isinstance(engine, TrainingEngine):
-        raise UsageError(
-            "zi.clip_grad_norm_ takes the parameters of one prepared model\n"
-            "  fix:   use torch.nn.utils.clip_grad_norm_ for models that are not prepared, one call for each model"
-        )
-    return engine.clip_now(listed, max_norm)
+    norm: torch.Tensor = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return norm
 
 
 def save(
@@ -206,6 +267,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     background: bool = False,
+    trained_only: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Save a prepared model as a new checkpoint in the directory `path`.
@@ -223,13 +285,15 @@ def save(
         background: Return as soon as the state is captured, and write it while training continues. `synchronize`, the
             next save or load, and the end of the process wait for it. An error is raised by the first of these; the end
             of the process can only warn.
+        trained_only: Leave out frozen parameters, such as the base of adapters. Load it with `strict=False` into a
+            model that has them.
         progress: Called as `progress(bytes_written, bytes_total)` for this rank, from any thread.
 
     Returns:
         The folder of the new checkpoint.
     """
     engine = _engine_of_both(model, optimizer)
-    saving = CheckpointSave(model, engine, with_optimizer=optimizer is not None)
+    saving = CheckpointSave(model, engine, with_optimizer=optimizer is not None, trained_only=trained_only)
     return saving.write(Path(path), extra or {}, keep, background=background, progress=progress)
 
 
@@ -311,6 +375,24 @@ def export(
             zero on the first rank, which writes the final files.
     """
     WeightExport(model, engine_of(model)).write(Path(directory), dtype, progress)
+
+
+def _check_arguments(model: object, optimizer: object, config: object) -> None:
+    """Say which argument of `prepare` is in the place of which other."""
+    if isinstance(config, Mapping):
+        raise UsageError("config= is a dict, not a zi.Config\n  fix:   zi.Config(**config)")
+    if isinstance(optimizer, Config | Mapping):
+        raise UsageError(
+            "zi.prepare was given a config in the place of the optimizer\n"
+            "  fix:   zi.prepare(model, optimizer, config) to train; zi.prepare(model, config=config) for inference"
+        )
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"zi.prepare takes a torch.nn.Module and a torch.optim.Optimizer, and got a {type(model).__name__} and a "
+            f"{type(optimizer).__name__}\n  fix:   zi.prepare(model, optimizer, config)"
+        )
+    if not isinstance(config, Config | None):
+        raise UsageError(f"config= is a {type(config).__name__}\n  fix:   zi.Config(memory=..., nvme=...)")
 
 
 def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:

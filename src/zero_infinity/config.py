@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Never, Self, TypeAlias, get_args
 
 from zero_infinity.byte_sizes import format_bytes, parse_bytes
+from zero_infinity.deepspeed_config import Verdict, convert
 from zero_infinity.errors import ConfigError
 from zero_infinity.machine import host_memory
 
@@ -46,7 +47,7 @@ class Config:
 
     Args:
         memory: Host RAM that the engine may hold, for each rank: `"4GiB"`, or bytes. Default: see `memory_budget`.
-        device_memory: Accelerator memory for parameters. Default: measured when the model is prepared.
+        device_memory: Accelerator memory for parameters. Default: what the first steps leave free, as `zi.stats` says.
         nvme: A directory on the drive to use as the slowest tier, or several directories to stripe over. Default: RAM
             only.
         stage: What is sharded over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
@@ -174,11 +175,26 @@ class Config:
     @classmethod
     def from_file(cls, path: PathLike) -> Self:
         """Read a .json or .toml file. Relative paths in it are relative to the working directory."""
-        settings = _read_settings(Path(path))
+        settings = read_settings(Path(path))
         try:
             return cls.from_dict(settings)
         except ConfigError as error:
             raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+    @classmethod
+    def from_deepspeed(cls, settings: Mapping[str, object] | PathLike) -> Self:
+        """Make a Config from a DeepSpeed config, as a mapping or the path of its JSON file.
+
+        Warns of fields that would change training and have no equivalent. `zero-infinity convert-config` shows what
+        becomes of each field.
+        """
+        given = settings if isinstance(settings, Mapping) else read_settings(Path(settings))
+        converted = convert(given)
+        for note in converted.notes:
+            if note.verdict in (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN):
+                text = f"DeepSpeed's {note.field} has no equivalent: {note.text}"
+                warnings.warn(text, ConfigWarning, stacklevel=2)
+        return cls.from_dict(converted.settings)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values (numbers, strings, lists, None), which `from_dict` turns into an equal Config."""
@@ -332,7 +348,7 @@ def _norm(field: str, value: object) -> float | None:
     return float(value)
 
 
-def _read_settings(path: Path) -> Mapping[str, object]:
+def read_settings(path: Path) -> Mapping[str, object]:
     """The mapping in a settings file."""
     parsers = {".json": json.loads, ".toml": tomllib.loads}
     parse = parsers.get(path.suffix.lower())

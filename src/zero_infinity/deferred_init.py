@@ -1,5 +1,9 @@
 """`zi.init`: builds a model whose parameters move into blocks layer by layer, so it is never whole in memory.
 
+`from_pretrained` of transformers constructs on the meta device, then sets each parameter to one with the values of the
+file: parameters without values are passed over, and those that replace them are taken in as they arrive. While a model
+is built, transformers reads one tensor at a time (`hugging_face_loading.py`).
+
 Every parameter that a module registers is recorded. When the next module but one registers its first parameter, the
 recorded ones are moved into blocks and offloaded. (Not sooner: nn.MultiheadAttention registers a bias after its inner
 projection's.) A layer that takes more than half of the memory is split into tiles as soon as its weight is registered,
@@ -22,7 +26,7 @@ from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
-from zero_infinity.errors import CapacityError
+from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.find_parameters import manageable, own_parameters
 from zero_infinity.params.parameter_store import ParameterStore, budget_of
@@ -46,6 +50,11 @@ from zero_infinity.tiling.tiled_ops import TiledWeight
 
 # Constructions in progress, the innermost last: only that one takes parameters.
 _under_way: list[DeferredInit] = []
+
+
+def under_way() -> DeferredInit | None:
+    """Return the construction in progress."""
+    return _under_way[-1] if _under_way else None
 
 
 class DeferredInit:
@@ -73,9 +82,9 @@ class DeferredInit:
         _under_way.append(self)
         ranks = self.parameter_store.ranks
         if ranks is not None:
-            self._common_budget = ranks.smallest("the memory of zi.init", self._budget)
+            self._common_budget = ranks.phases.smallest("the memory of zi.init", self._budget)
             # Each rank computes every value and keeps its shard, so all ranks must draw the same random numbers.
-            ranks.all_same(
+            ranks.phases.all_same(
                 "the random state before zi.init", _random_state(), "same torch.manual_seed(...) on every rank"
             )
             if self.parameter_store.sharding.stage == 3:
@@ -83,6 +92,14 @@ class DeferredInit:
 
     def end(self) -> None:
         _under_way.remove(self)
+
+    def check_same_config(self, config: Config) -> None:
+        """Raise if a `zi.init` inside this one has other settings."""
+        if config != self.parameter_store.config:
+            raise UsageError(
+                "zi.init inside zi.init has another config: parts of one model have one budget and one place\n"
+                "  fix:   the same zi.Config in both, or no inner zi.init"
+            )
 
     def _make_cache(self, ranks: RankGroup) -> DeviceCache:
         """Unsharded units, for constructors that access a layer after it was sharded."""
@@ -132,12 +149,15 @@ class DeferredInit:
         """Nothing to do: there are no gradients before training."""
         return nullcontext()
 
+    @property
+    def edit_channel(self) -> None:
+        """No edits are shared: every rank computes the same values, which `close` checks."""
+        return
+
     # ------------------------------------------------------------------ registrations
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or _under_way[-1] is not self or offloaded_param.managed(parameter) is not None:
-            return
-        if nn.parameter.is_lazy(parameter) or not manageable(parameter):
+        if parameter is None or _under_way[-1] is not self or not _is_taken(parameter):
             return
         if module not in self._open and len(self._open) > 1:
             self._close_all_but_last()
@@ -186,8 +206,7 @@ class DeferredInit:
             return
         for module in child.modules():
             self._open.pop(module, None)
-            own = {name: p for name, p in own_parameters(module).items() if not nn.parameter.is_lazy(p)}
-            self._close(module, {n: p for n, p in own.items() if offloaded_param.managed(p) is None and manageable(p)})
+            self._close(module, {name: p for name, p in own_parameters(module).items() if _is_taken(p)})
 
     def _close_all_but_last(self) -> None:
         *old, last = self._open.items()
@@ -195,13 +214,17 @@ class DeferredInit:
         for module, parameters in old:
             self._close(module, parameters)
 
-    def close(self) -> None:
+    def close_modules(self) -> None:
         """Move in the recorded parameters."""
         noted, self._open = self._open, {}
         for module, parameters in noted.items():
             self._close(module, parameters)
+
+    def close(self) -> None:
+        """Move in the recorded parameters, and check that all ranks have drawn the same random numbers."""
+        self.close_modules()
         if self.parameter_store.ranks is not None:
-            self.parameter_store.ranks.all_same(
+            self.parameter_store.ranks.phases.all_same(
                 "the random state after zi.init", _random_state(), "build the same model on every rank"
             )
 
@@ -249,6 +272,13 @@ class DeferredInit:
         if self._untrimmed_bytes > budget // 4:
             trim_heap()
             self._untrimmed_bytes = 0
+
+
+def _is_taken(parameter: nn.Parameter) -> bool:
+    """True if it has values that are not in a block yet."""
+    if nn.parameter.is_lazy(parameter) or offloaded_param.managed(parameter) is not None:
+        return False
+    return not parameter.is_meta and manageable(parameter)
 
 
 def _random_state() -> str:

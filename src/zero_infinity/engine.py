@@ -8,7 +8,7 @@ are released.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_infinity.checkpoint.save_thread import BackgroundSave
+from zero_infinity.checkpoint.training_view import borrowed_staging
 from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
@@ -23,6 +24,7 @@ from zero_infinity.engine_builder import EngineBuilder
 from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.engine_stats import Stats, collect_stats
 from zero_infinity.interrupts import held
+from zero_infinity.optim.foreign_training import refuse_others
 from zero_infinity.params.module_hooks import ZeroGradients
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_values import UnitValues
@@ -32,7 +34,7 @@ from zero_infinity.trace import HOST
 
 
 class TrainingEngine:
-    """Trains one model with one optimizer within a byte budget.
+    """Trains one model with one optimizer within a byte budget, or only computes with it (`NoUpdates`).
 
     It owns the model's parameters (`params.unshard.ParameterOwner`), drives the streamed optimizer
     (`optim.wrapped_optimizer.StreamedTraining`) and is what checkpoints see (`checkpoint.training_view.TrainingView`).
@@ -68,6 +70,7 @@ class TrainingEngine:
         self.loss_scale, self._step = training.loss_scale, training.step
         self.activations, self.cache = self._built.activations, self._built.cache
         model.__dict__["zero_grad"] = ZeroGradients(model, self)
+        self.parameter_store.closers.append(refuse_others())
         self.parameter_store.closers.append(self.background_save.close)  # closed before everything that it uses
 
     # ------------------------------------------------------------------ the owner of the parameters
@@ -78,6 +81,11 @@ class TrainingEngine:
     def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:
         """Inside, retained gradients are in `.grad` of the unsharded parameters; changes are kept."""
         return self._step.showing_gradients(parameters)
+
+    @property
+    def edit_channel(self) -> Channel | None:
+        """The channel to ranks that share edits of gathered values."""
+        return self.step_channel
 
     # ------------------------------------------------------------------ steps
 
@@ -90,36 +98,39 @@ class TrainingEngine:
         """The global gradient norm of the last step, if `max_grad_norm` is set."""
         return self._step.grad_norm
 
-    def step(self) -> None:
-        """Update with the remaining gradients."""
+    def step(self) -> bool:
+        """Update with the remaining gradients; False if they overflowed and the step was skipped."""
         self._built.unsharder.access.check_process()
+        self._built.phases.train()
         run_trace = self._run_trace
         if run_trace is not None:
             run_trace.begin(STEP)
             run_trace.computing("optimizer step")
         with held():
-            if self._step.run():
+            updated = self._step.run()
+            if updated:
                 self._end_step()
+            if self._built.training.scaling is not None:
+                self._built.training.scaling.end_step()
         if run_trace is not None:
             run_trace.trace.held(HOST, time.perf_counter(), self.store.pool.held_bytes)
             run_trace.end(STEP)
+        return updated
 
     def _end_step(self) -> None:
         for source in self._sources():
-            source.end_cycle(same_order=self.gradients.same_order)
+            source.end_cycle(same_order=self.gradients.cycle.same_order)
         if self.activations is not None:
             self.activations.end_cycle()
         self.go_on_from(self._num_steps + 1)
+        if self._built.room is not None:
+            self._built.room.end_step(self._num_steps)
 
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Drop gradients for which no update was submitted, or set those that existed to zero."""
         self._built.unsharder.access.check_process()
         with held():
             self._step.discard_gradients(set_to_none=set_to_none)
-
-    def clip_now(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip the retained gradients of these parameters; returns their norm."""
-        return self._step.clip_now(parameters, max_norm)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Backward passes inside this context only accumulate gradients."""
@@ -151,8 +162,10 @@ class TrainingEngine:
         return self.division.cache - self.division.least
 
     def staging(self) -> AbstractContextManager[int]:
-        """Bytes for checkpoint I/O between two steps, which reuses the idle gradient staging buffers."""
-        return nullcontext(self.division.set_aside)
+        """Bytes for checkpoint I/O between two steps: those set aside for gradients, or else from the host cache."""
+        if self.division.set_aside:
+            return nullcontext(self.division.set_aside)
+        return borrowed_staging(self.host_cache, self._layout.spare)
 
     def rest(self) -> None:
         """Wait until nothing is in flight and every block holds the current values; between two steps only."""
@@ -173,7 +186,9 @@ class TrainingEngine:
         for unit in self._all_units():
             self.parameter_store.sources.of(unit).updated(unit)
         self.host_cache.end_cycle(same_order=False)  # do not prefetch for a next step
-        with self.gradients.torn_unless_finished("loading a checkpoint failed half-way: some values are old, some new"):
+        with self.gradients.cycle.torn_unless_finished(
+            "loading a checkpoint failed half-way: some values are old, some new"
+        ):
             yield
         for managed in self._layout.managed.values():
             for part in managed.parts:
@@ -200,12 +215,16 @@ class TrainingEngine:
         """Return what is held and what was done so far."""
         self._built.unsharder.access.check_process()
         groups = [group for group in (self.ranks, self._replicas) if group is not None]
+        room = self._built.room
         return collect_stats(
             self.parameter_store,
             self._layout,
             num_steps=self._num_steps,
             traffics=[group.traffic for group in groups],
             activation_bytes=self.activations.storage.total_bytes if self.activations is not None else 0,
+            bytes_read_directly=self.cache.copier.bytes_read_directly if self.cache is not None else 0,
+            device_budget=room.budget if room is not None else 0,
+            device_others=room.others_bytes if room is not None else 0,
         )
 
     # ------------------------------------------------------------------ inside

@@ -12,38 +12,50 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity._torch import replace_call
 from zero_infinity.activations import recompute
+from zero_infinity.activations.activation_storage import ActivationBlocks, ActivationStorage, BlockActivationStorage
 from zero_infinity.activations.block_finder import Stack
+from zero_infinity.activations.device_activation_storage import DeviceActivationStorage
 from zero_infinity.activations.offload import ActivationOffload, make_activation_offload
 from zero_infinity.byte_sizes import format_count
-from zero_infinity.comm.channel import Topic
-from zero_infinity.comm.connect import START, Channels, connect
+from zero_infinity.comm.connect import Channels, connect
 from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.comm.topics import START
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit
 from zero_infinity.engine_parts import EngineParts
 from zero_infinity.errors import UsageError
 from zero_infinity.model_layout import ModelLayout, is_copied, plan_layout
-from zero_infinity.optim.gradient_hook import GradientHook
+from zero_infinity.optim.gradient_hook import GradientHook, NoGradientHook
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
-from zero_infinity.optim.loss_scale import CastInputs, LossScale, ScaleOutputs
+from zero_infinity.optim.loss_scale import CastInputs, LossScale
 from zero_infinity.optim.make_training import TrainedParameters, Training, make_collectives, make_training
+from zero_infinity.optim.no_updates import is_trained
 from zero_infinity.optim.state_records import make_chunks
 from zero_infinity.params import module_hooks, offloaded_param
+from zero_infinity.params.access_phases import AccessPhases
 from zero_infinity.params.dtensor import check_group, local_of
 from zero_infinity.params.environment import environment_of
 from zero_infinity.params.find_parameters import refuse_shared_memory
+from zero_infinity.params.forward_again import ForwardAgain
 from zero_infinity.params.moe_routing import ExpertRouting, RoutingWatch
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.saved_tensors import SavedTensorHooks
 from zero_infinity.params.unit_access import UnitAccess
 from zero_infinity.params.unit_values import CopiedValues
 from zero_infinity.params.unshard import ParameterOwner, Unsharder
-from zero_infinity.policy.lookahead import copy_lookahead
+from zero_infinity.policy.activation_stays import ActivationStays
+from zero_infinity.policy.lookahead import copy_lookahead, inference_lookahead
+from zero_infinity.storage.numa import cores_near, keep_near
 from zero_infinity.storage.pinning import accelerator_pinning
-from zero_infinity.tiers.compute_device import ComputeDevice, CpuDevice, memory_of
+from zero_infinity.tiers.compute_device import ComputeDevice, CpuDevice, memory_of, memory_to_compute_into
+from zero_infinity.tiers.copier import copy_size
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
+from zero_infinity.tiers.device_room import CachedCopies, DeviceRoom
+from zero_infinity.tiers.direct_read import DirectReader, find_direct_reader
 from zero_infinity.tiers.host_cache import SpareBytes
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 from zero_infinity.tiling.attach_tiles import attach_tiles
 from zero_infinity.tiling.materialize import Materializer
 from zero_infinity.trace import COPIES, DEVICE
@@ -55,9 +67,11 @@ class BuiltEngine:
 
     channels: Channels | None
     cache: DeviceCache | None
+    room: DeviceRoom | None
     activations: ActivationOffload | None
     training: Training
     unsharder: Unsharder
+    phases: AccessPhases
 
 
 class EngineBuilder:
@@ -75,6 +89,8 @@ class EngineBuilder:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._stays = ActivationStays()
+        self._trains = is_trained(optimizer)
         self._config = config
         self._accelerator = accelerator
         self._replicas = replicas
@@ -82,7 +98,7 @@ class EngineBuilder:
         self.ranks = self._environment.ranks
         with self._environment.agreed("zi.prepare (checks)"):
             self._check(model)
-            self._recomputed = self._find_recomputed(model)
+            self._recomputed = self._find_recomputed(model) if self._trains else []
             self.layout: ModelLayout = plan_layout(model, optimizer, self._environment, self._recomputed)
             self.parameter_store = self._find_store(parts)
         trace = self.parameter_store.run_trace
@@ -163,6 +179,8 @@ class EngineBuilder:
             if store.run_trace is not None:
                 self._replicas.trace_into(store.run_trace.trace)
             store.closers.append(self._replicas.leave)
+        if not self._trains:
+            return None
         return make_activation_offload(
             self._config,
             store.host_cache,
@@ -170,7 +188,16 @@ class EngineBuilder:
             self.layout.placement,
             self.layout.spare,
             self._replicas,
+            self._storage_of_activations,
         )
+
+    def _storage_of_activations(self, blocks: ActivationBlocks) -> ActivationStorage:
+        accelerator = self._environment.torch_accelerator
+        if accelerator is None:
+            return BlockActivationStorage(blocks)
+        storage = DeviceActivationStorage(blocks, accelerator.link(), self._stays, accelerator.device)
+        self.parameter_store.closers.append(storage.close)
+        return storage
 
     def _make_routing(self, channels: Channels | None) -> ExpertRouting | None:
         if channels is None:
@@ -189,7 +216,7 @@ class EngineBuilder:
         store, layout = self.parameter_store, self.layout
         store.drop_forgotten({*layout.units, *layout.replaced})
         self._spread_values(channels)
-        cache = self._make_cache(channels, routing)
+        cache = self._make_cache(channels)
         new_units = [unit for unit in layout.units if not unit.is_stored]
         for unit in (*layout.units, *(whole.unit for whole in layout.tiled)):
             for managed in unit.parameters:
@@ -209,10 +236,7 @@ class EngineBuilder:
         for unit in new_units:
             store.fill(unit)
         training.states.take_states()
-        lazy_logits = training.loss_scale is None  # a loss is scaled through the model's outputs, so it needs them
-        attach_tiles(
-            layout.tiled, unsharder, self._materializer(access, cache), training.gradients, lazy_logits=lazy_logits
-        )
+        attach_tiles(layout.tiled, unsharder, self._materializer(access, cache), training.gradients)
         store.store.settle()
         for unit in new_units:
             store.offload(unit, unsharder)
@@ -223,21 +247,22 @@ class EngineBuilder:
         store.store.reset_heap_baseline()
         if self.ranks is not None:
             store.closers.append(self.ranks.leave)
-        return BuiltEngine(channels, cache, activations, training, unsharder)
+        room = self._make_room(channels, cache)
+        phases = AccessPhases(store.host_cache, cache, trains=self._trains)
+        return BuiltEngine(channels, cache, room, activations, training, unsharder, phases)
 
     def _spread_values(self, channels: Channels | None) -> None:
         """Broadcast the values of rank 0."""
         if channels is None:
             return
-        topic = Topic("start", START, "the initial values")
         plain = [local_of(p.detach()) for p in self.layout.managed if offloaded_param.managed(p) is None]
         for tensor in [*plain, *map(local_of, self._model.buffers())]:
             host = tensor.to("cpu")
-            channels.steps.spread(topic, host)
+            channels.steps.spread(START, host)
             if tensor is not host and channels.steps.rank != 0:
                 tensor.copy_(host)
 
-    def _make_cache(self, channels: Channels | None, routing: ExpertRouting | None) -> DeviceCache | None:
+    def _make_cache(self, channels: Channels | None) -> DeviceCache | None:
         store, copies = self.parameter_store, self.layout.copies
         if self._accelerator is None and not copies:
             return None
@@ -248,13 +273,50 @@ class EngineBuilder:
             device,
             store.parts.make_policy,
             budget,
-            copy_lookahead(budget),
+            self._copy_lookahead(budget, is_gathered=channels is not None and channels.copies is not None),
             channel=channels.copies if channels is not None else None,
             tier_name=COPIES if self._accelerator is None else DEVICE,
-            routing=routing,
+            direct=self._find_direct_reader(channels),
         )
         store.closers.append(cache.copier.close)
+        if channels is not None and channels.copies is not None:
+            channels.steps.pauses.append(cache.copier.pause)
+        if self._accelerator is not None:
+            io_threads = store.store.engine.thread_ids if store.store.engine is not None else []
+            keep_near([*io_threads, cache.copier.thread_id], cores_near(self._environment.device))
         return cache
+
+    def _copy_lookahead(self, budget: int, *, is_gathered: bool) -> int:
+        if self._trains:
+            return copy_lookahead(budget, on_device=self._accelerator is not None and not is_gathered)
+        return inference_lookahead([copy_size(unit) for unit in self.layout.units], budget)
+
+    def _find_direct_reader(self, channels: Channels | None) -> DirectReader | None:
+        nvme = self._config.nvme
+        if channels is not None or nvme is None or not isinstance(self._accelerator, TorchAccelerator):
+            return None
+        return find_direct_reader(self._environment.device, nvme)
+
+    def _make_room(self, channels: Channels | None, cache: DeviceCache | None) -> DeviceRoom | None:
+        accelerator = self._environment.torch_accelerator
+        if accelerator is None or cache is None:
+            return None
+
+        def limit(budget: int) -> None:
+            cache.limit(budget, self._copy_lookahead(budget, is_gathered=cache.copier.is_collective))
+            accelerator.memory.limit(budget)
+
+        room = DeviceRoom(
+            CachedCopies(accelerator.memory, limit, lambda: cache.total_bytes),
+            budget=accelerator.budget,
+            least=self.layout.least_on_device,
+            is_measured=accelerator.is_measured,
+            channel=channels.steps if channels is not None and cache.copier.is_collective else None,
+            trains=self._trains,
+            stays=self._stays,
+        )
+        cache.shrink = room.shrink
+        return room
 
     def _serve_copies(self, cache: DeviceCache | None) -> None:
         """Let modules use copies of units that they cannot use in their stored form."""
@@ -282,17 +344,19 @@ class EngineBuilder:
         self, channels: Channels | None, cache: DeviceCache | None, routing: ExpertRouting | None
     ) -> Training:
         store, layout, config = self.parameter_store, self.layout, self._config
-        loss_scale = LossScale() if any(u.compute_dtype is torch.float16 for u in layout.units) else None
+        is_scaled = self._trains and any(u.compute_dtype is torch.float16 for u in layout.units)
+        loss_scale = LossScale() if is_scaled else None
         clips = config.max_grad_norm is not None
         collectives = None
-        if channels is not None and routing is not None:
+        if channels is not None and routing is not None and self._trains:
             collectives = make_collectives(
                 store.store,
                 channels,
                 self._environment.sharding,
                 routing,
                 cache,
-                self._environment.gradient_device,
+                self._environment.torch_accelerator,
+                layout.records,
                 bucket_bytes=layout.bucket_bytes,
                 reduce_dtype=config.reduce_dtype,
                 on_close=store.closers.append,
@@ -306,6 +370,7 @@ class EngineBuilder:
                 layout.records,
                 store.run_trace,
                 self._accelerator,
+                loss_scale,
             ),
             GradientSettings(
                 reserve=layout.placement.set_aside,
@@ -316,7 +381,6 @@ class EngineBuilder:
             TrainedParameters(layout.managed, layout.unmanaged, list(self._model.parameters())),
             collectives,
             max_grad_norm=config.max_grad_norm,
-            loss_scale=loss_scale,
         )
 
     def _write_masters(self, training: Training) -> None:
@@ -329,7 +393,7 @@ class EngineBuilder:
         store = self.parameter_store
         if self._accelerator is not None and cache is not None:
             budget = self._environment.device_memory or 0
-            return Materializer(access, cache, self._accelerator.allocate, SpareBytes(0), budget)
+            return Materializer(access, cache, memory_to_compute_into(self._accelerator), SpareBytes(0), budget)
         allocate, budget = memory_of(store.store.pool), self._environment.budget
         return Materializer(access, store.host_cache, allocate, self.layout.spare, budget)
 
@@ -342,12 +406,15 @@ class EngineBuilder:
             offloaded_param.adopt(managed, built.unsharder)
             if managed.group is not None:
                 managed.hook_gradient(GradientHook(training.gradients, managed))
-        module_hooks.attach(model, built.unsharder, layout.owners, self.parameter_store.run_trace)
+            elif not self._trains:
+                managed.parameter.requires_grad_(False)
+                managed.hook_gradient(NoGradientHook(managed.name))
+        module_hooks.attach(model, built.unsharder, layout.owners, built.phases, self.parameter_store.run_trace)
         recompute.attach(self._recomputed, built.unsharder.hooks if built.activations is not None else None)
         if routing is not None:
             routing.start()
         computed = layout.computed
         if len(computed) == 1 and (self._config.param_dtype or self._config.compute_dtype):
             model.register_forward_pre_hook(CastInputs(*computed), prepend=True, with_kwargs=True)
-        if training.loss_scale is not None:
-            model.register_forward_hook(ScaleOutputs(training.loss_scale))
+        if built.room is not None:
+            replace_call(model, ForwardAgain(model, self._environment.device, built.room))

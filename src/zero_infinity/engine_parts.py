@@ -1,4 +1,4 @@
-"""The replaceable parts of an engine, for benchmarks that slow or omit a part and tests that break one.
+"""The replaceable parts of an engine, for benchmarks that slow or omit a part, simulations, and tests that break one.
 
 These are not settings. Training uses the defaults, and `zi.prepare` and `zi.init` do not take them; their internal
 forms `api.prepare_with` and `api.init_with` do.
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
 from zero_infinity.comm.channel import Traffic
+from zero_infinity.comm.process_group import RankGroup, find_group
 from zero_infinity.policy.access_order import BlockId
 from zero_infinity.policy.cache_policy import CachePolicy
 from zero_infinity.storage.striped_files import FileDevice
@@ -26,6 +30,14 @@ class PolicyFactory(Protocol):
     ) -> CachePolicy: ...
 
 
+class RankFinder(Protocol):
+    """Finds the ranks of a group; None for a single rank."""
+
+    def __call__(
+        self, group: ProcessGroup | DeviceMesh | None, make_traffic: Callable[[], Traffic]
+    ) -> RankGroup | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """Factories of one engine's parts."""
@@ -33,6 +45,7 @@ class EngineParts:
     make_device: Callable[[Sequence[Path]], SwapDevice] = FileDevice  # swap space in the directories of `nvme`
     make_policy: PolicyFactory = CachePolicy  # of host memory, and of copies on the compute device
     make_traffic: Callable[[], Traffic] = Traffic  # counts everything that this rank has sent
+    find_ranks: RankFinder = find_group  # who trains together, and what they talk through
 
 
 DEFAULT_PARTS = EngineParts()

@@ -22,7 +22,8 @@ class Stats:
     memory_held: int
     memory_peak: int
     swap_bytes: int  # reserved on NVMe
-    bytes_read: int  # from NVMe
+    bytes_read: int  # from NVMe into host memory
+    bytes_read_directly: int  # from NVMe into device memory, past the host
     bytes_written: int  # to NVMe: this wears the drive
     read_requests: int
     write_requests: int
@@ -37,6 +38,8 @@ class Stats:
     bucket_bytes: int
     copy_bytes: int  # for copies of parameters on the compute device
     activation_bytes: int  # blocks for saved tensors, in use or free
+    device_budget: int  # bytes of the accelerator for the cache: device_memory, or what was learnt
+    device_others: int  # the most that everything else took there at once, as far as it was measured
     # Bytes and number of exchanges that this rank has sent, by kind. Empty on one rank.
     sent_bytes: dict[str, int]
     num_exchanges: dict[str, int]
@@ -49,6 +52,9 @@ def collect_stats(
     num_steps: int,
     traffics: Iterable[Traffic],
     activation_bytes: int,
+    bytes_read_directly: int,
+    device_budget: int,
+    device_others: int,
 ) -> Stats:
     """Return what is held and what was done so far."""
     store, host_cache = parameter_store.store, parameter_store.host_cache
@@ -70,6 +76,7 @@ def collect_stats(
         memory_peak=store.pool.peak_bytes,
         swap_bytes=layout.placement.swap,
         bytes_read=counters.bytes_read if counters else 0,
+        bytes_read_directly=bytes_read_directly,
         bytes_written=counters.bytes_written if counters else 0,
         read_requests=counters.read_requests if counters else 0,
         write_requests=counters.write_requests if counters else 0,
@@ -83,6 +90,8 @@ def collect_stats(
         bucket_bytes=2 * layout.bucket_bytes,
         copy_bytes=layout.copies,
         activation_bytes=activation_bytes,
+        device_budget=device_budget,
+        device_others=device_others,
         sent_bytes=dict(sent),
         num_exchanges=dict(calls),
     )

@@ -74,8 +74,6 @@ class RankError(ZeroInfinityError, RuntimeError):
 class DivergenceError(RankError):
     """Ranks diverged: mismatched collectives. The message says what each rank wants."""
 
-    wanted: tuple[int, ...] = ()  # what each rank wants, by rank
-
 
 class LostRankError(RankError):
     """A rank is gone, or did not answer in time."""

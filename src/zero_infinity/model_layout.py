@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError, UsageError
+from zero_infinity.optim.no_updates import is_trained
 from zero_infinity.optim.state_records import StateRecord, StateRecordMaker
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.environment import TrainingEnvironment
@@ -51,6 +52,7 @@ class ModelLayout:
     whole_gradients: bool  # keep whole gradients, although this rank updates a shard
     placement: MemoryDivision
     copies: int  # bytes for copies of units that modules cannot use in their stored form
+    least_on_device: int  # the largest units that are needed together on an accelerator
     bucket_bytes: int  # for gradients being sent to other ranks
     spare: SpareBytes  # for materialized tiles and, where nothing is evicted, for saved tensors
 
@@ -67,7 +69,7 @@ def plan_layout(
     except CapacityError:
         found = None
     finally:
-        if environment.ranks is not None and not environment.ranks.smallest(
+        if environment.ranks is not None and not environment.ranks.phases.smallest(
             "whether layers fit whole", int(found is not None)
         ):
             found = None
@@ -86,7 +88,7 @@ def _lay_out(
     recomputed: Sequence[nn.Module],
     tiling: Tiling | None,
 ) -> ModelLayout:
-    config, accelerator = environment.config, environment.accelerator
+    config, accelerator, trains = environment.config, environment.accelerator, is_trained(optimizer)
     sorting = _Sorting(model, environment, tiling)
     owners, replaced = sorting.owners, list(sorting.replaced)
     units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
@@ -100,15 +102,16 @@ def _lay_out(
         owner.parameter_store.check_same_place(config)
 
     together = _needed_together(owners, recomputed)
-    buffers = _buffers(dict(zip(units, sizes, strict=True)), together, environment)
+    buffers = _buffers(dict(zip(units, sizes, strict=True)), together, environment, trains=trains)
+    least_on_device = max((sum(map(copy_size, group)) for group in together), default=0)
     if accelerator is not None:
         _check_device_room(together, environment.device_memory or 0)
     at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
     # Units that will be replaced are still in memory while their successors move in.
     old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
     free = environment.budget - buffers.total - old
-    activations = config.offload_activations in (True, "all")
-    placement = place(sizes, free, at_once, nvme=bool(config.nvme), activations=activations)
+    activations = trains and config.offload_activations in (True, "all")
+    placement = place(sizes, free, at_once, nvme=bool(config.nvme), activations=activations, trains=trains)
     check_room_to_cut(sorting.tiled, placement.cache, environment.budget)
     return ModelLayout(
         owners=owners,
@@ -124,6 +127,7 @@ def _lay_out(
         whole_gradients=whole_gradients,
         placement=placement,
         copies=buffers.copies,
+        least_on_device=least_on_device,
         bucket_bytes=buffers.bucket,
         spare=SpareBytes(free - placement.needed),
     )
@@ -292,14 +296,18 @@ def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[li
 
 
 def _buffers(
-    sizes: dict[Unit, UnitSize], together: Sequence[Sequence[Unit]], environment: TrainingEnvironment
+    sizes: dict[Unit, UnitSize],
+    together: Sequence[Sequence[Unit]],
+    environment: TrainingEnvironment,
+    *,
+    trains: bool,
 ) -> SharedBuffers:
     return shared_buffers(
         list(sizes.values()),
         max((sum(sizes[unit].copied for unit in group) for group in together), default=0),
         environment.common_budget,
         gathered=environment.sharding.shards_parameters,
-        num_ranks=environment.sharding.partition.num_ranks,
+        num_ranks=environment.sharding.partition.num_ranks if trains else 1,
     )
 
 

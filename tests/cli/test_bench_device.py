@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -83,48 +81,3 @@ def test_peer_access(missing: Iterable[tuple[int, int]], text: str, monkeypatch:
 
 def test_peer_access_of_one_device() -> None:
     assert device_links.peer_access(CUDA[:1]) == "one device only"
-
-
-class _GdsFile:
-    """GPUDirect Storage through ordinary reads and writes."""
-
-    loses = False
-
-    def __init__(self, path: str, flags: int) -> None:
-        self._file = os.open(path, flags)
-
-    def __del__(self) -> None:
-        os.close(self._file)
-
-    def save_storage(self, storage: Any, offset: int) -> None:
-        os.pwrite(self._file, bytes(storage), offset)
-
-    def load_storage(self, storage: Any, offset: int) -> None:
-        if not self.loses:
-            torch.tensor([], dtype=torch.uint8).set_(storage).copy_(
-                torch.frombuffer(bytearray(os.pread(self._file, len(storage), offset)), dtype=torch.uint8)
-            )
-
-
-def test_direct_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.gds, "GdsFile", _GdsFile)
-    path = tmp_path / "file"
-    path.touch()
-    assert device_links._storage_problem(torch.device("cpu"), str(path)) is None
-    monkeypatch.setattr(_GdsFile, "loses", True)
-    assert device_links._storage_problem(torch.device("cpu"), str(path)) == "the bytes read differ from those written"
-
-
-@pytest.mark.parametrize("error", [RuntimeError("not supported\nhere"), OSError(13, "not supported")])
-def test_why_there_is_no_direct_storage(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(device: torch.device, path: str) -> None:
-        assert Path(path).parent == tmp_path
-        raise error
-
-    monkeypatch.setattr(device_links, "_storage_problem", fails)
-    assert "not supported" in str(device_links.why_no_direct_storage(CUDA[0], tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_direct_storage_needs_cuda(tmp_path: Path) -> None:
-    assert device_links.why_no_direct_storage(torch.device("cpu"), tmp_path) == "torch has it for cuda, not for cpu"

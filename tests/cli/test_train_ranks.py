@@ -10,14 +10,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.patience import wait_until
 from support.rank_command import SECONDS, Running
 
+from zero_infinity.cli import ranks
 from zero_infinity.models import text
 
 TINY = ["--layers", "3", "--hidden", "64", "--heads", "2", "--seq", "32", "--warmup", "2", "--data", "text"]
@@ -185,6 +188,27 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signa
     assert first.err == f"stopped by {number.name} after step {len(steps)} of 1000000\n"
     assert (second.out, said(second.err)) == ("", "")
     assert os.listdir(here / "swap") == []
+
+
+def test_a_signal_ends_a_rank_that_waits_for_one_that_never_joins(here: Path) -> None:
+    waiting = Running(here, 2, *TINY, "--steps", "4", *TIGHT, change=_never_joins)
+    waiting.await_steps(0)
+    wait_until((here / "joins").exists)
+    time.sleep(0.5)  # it is inside torch now, or ends all the same
+    os.kill(waiting.processes[0].pid or 0, signal.SIGTERM)
+    assert waiting.end()[0].code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def _never_joins(rank: int) -> None:
+    if rank:
+        os._exit(0)
+    real = ranks._join
+
+    def join(*arguments: Any) -> Any:
+        Path("joins").touch()
+        return real(*arguments)
+
+    ranks._join = join
 
 
 def test_torchrun(here: Path) -> None:

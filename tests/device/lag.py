@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
+import weakref
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILD = Path(__file__).parents[2] / "build" / "lag"
+NAME = "lag_device"
+BUILT = "built"  # a file that is there once the library is whole
 
 
 def why_not() -> str | None:
@@ -26,8 +30,6 @@ def why_not() -> str | None:
 @functools.cache
 def load() -> ModuleType:
     """Build and register the device; returns the extension with its counters and settings."""
-    from torch.utils import cpp_extension  # imports setuptools
-
     sources = sorted(SOURCES.glob("*.cpp"))
     digest = hashlib.sha256(torch.__version__.encode())
     for file in sorted(SOURCES.iterdir()):
@@ -35,17 +37,37 @@ def load() -> ModuleType:
     folder = BUILD / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     torch.utils.rename_privateuse1_backend("lag")
+    extension = _import_built(folder) or _build(folder, sources)
+    torch._register_device_module("lag", _module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    extension.recurrent_cells = _register_recurrent_cells()  # registered as long as this object lives
+    dist.Backend.register_backend("lag", functools.partial(_make_backend, extension), devices=["lag"])
+    return extension
+
+
+def _import_built(folder: Path) -> ModuleType | None:
+    """Import what was built of the same sources, wherever they were then."""
+    if not (folder / BUILT).exists():
+        return None
+    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{folder} has no {NAME}.so: remove the folder")
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
+
+
+def _build(folder: Path, sources: list[Path]) -> ModuleType:
+    from torch.utils import cpp_extension  # imports setuptools
+
     extension: ModuleType = cpp_extension.load(
-        "lag_device",
+        NAME,
         [str(file) for file in sources],
         build_directory=str(folder),
         extra_cflags=["-O1", "-std=c++20", "-Wall", "-Wno-unused-function"],
         with_cuda=False,
     )
-    torch._register_device_module("lag", _module(extension))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    extension.recurrent_cells = _register_recurrent_cells()  # registered as long as this object lives
-    dist.Backend.register_backend("lag", functools.partial(_make_backend, extension), devices=["lag"])
+    (folder / BUILT).touch()
     return extension
 
 
@@ -67,6 +89,21 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> int:
         self._extension.host_unregister(address)
         return 0
+
+
+class GdsFile:
+    """What `torch.cuda.gds.GdsFile` is for CUDA: reads a file into device memory at once, past streams and the host."""
+
+    def __init__(self, extension: ModuleType, filename: str, flags: int) -> None:
+        self._extension = extension
+        self._descriptor = os.open(filename, flags)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def load_storage(self, storage: torch.UntypedStorage, offset: int = 0) -> None:
+        self._extension.read_file(storage, self._descriptor, offset)
+
+    def save_storage(self, storage: torch.UntypedStorage, offset: int = 0) -> None:
+        self._extension.write_file(storage, self._descriptor, offset)
 
 
 def _module(extension: ModuleType) -> ModuleType:
@@ -117,6 +154,8 @@ def _module(extension: ModuleType) -> ModuleType:
     }
     if os.environ.get("TEST_DEVICE_PINS", "1") == "1":
         names["cudart"] = lambda: Runtime(extension)
+    if os.environ.get("TEST_DEVICE_READS_FILES", "1") == "1":
+        names["gds"] = SimpleNamespace(GdsFile=functools.partial(GdsFile, extension))
     for name, value in names.items():
         setattr(module, name, value)
     sys.modules["torch.lag"] = module

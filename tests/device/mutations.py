@@ -21,6 +21,7 @@ PACKAGE = PROJECT / "src" / "zero_infinity"
 TRANSFERS = "tests/device/test_transfers.py"
 MEMORY = "tests/device/test_torch_accelerator.py"
 RANKS = "tests/device/test_ranks.py"
+DIRECT = "tests/device/test_direct_read.py"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ MUTATIONS = [
         tests=MEMORY,
     ),
     Mutation(
+        "computing into new memory waits for its earlier upload",
+        "tiers/compute_device.py",
+        "        device.uploaded().order()",
+        "        pass",
+        tests=MEMORY,
+    ),
+    Mutation(
         "a reduction waits for computing", DEVICE, "            self._reduce.wait_event(computed)\n", "", tests=RANKS
     ),
     Mutation(
@@ -119,6 +127,27 @@ MUTATIONS = [
         "            self._download.wait()",
         "            pass",
         tests=RANKS,
+    ),
+    Mutation(
+        "a direct read waits for the block's home",
+        "tiers/copier.py",
+        "        if not self._store.wait_for_home(block, unless=lambda: copy.is_dropped):\n            return\n",
+        "",
+        tests=DIRECT,
+    ),
+    Mutation(
+        "a direct read waits for the readers of its memory",
+        "tiers/copier.py",
+        "        self.device.uploaded().wait()",
+        "        pass",
+        tests=DIRECT,
+    ),
+    Mutation(
+        "a home is current only after its write-back",
+        "storage/block_store.py",
+        "block.has_content and not block.dirty and block.ticket is None",
+        "block.has_content",
+        tests=DIRECT,
     ),
     Mutation(
         "host memory is pinned",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.device import DEVICE, EXTENSION, WHY_NOT
 
+from zero_infinity.tiers.compute_device import memory_to_compute_into
 from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 if EXTENSION is None:
@@ -69,6 +70,19 @@ def test_memory_of_a_tensor_that_outlives_its_release_waits_for_its_readers() ->
     del kept
     torch.accelerator.synchronize(DEVICE)
     assert read.eq(1).all()
+
+
+def test_computing_into_new_memory_waits_for_its_earlier_upload() -> None:
+    device = TorchAccelerator(DEVICE, 2 * SIZE)
+    EXTENSION.set_delays(bytes_per_second=200e3)  # 20 ms
+    memory = device.allocate(SIZE)
+    device.upload(pinned(1), memory.tensor())
+    memory.release()  # it was never used
+    again = memory_to_compute_into(device)(SIZE)
+    again.used()
+    again.tensor().fill_(2)
+    torch.accelerator.synchronize(DEVICE)
+    assert again.tensor().eq(2).all()
 
 
 def test_an_unpinned_source_may_change_at_once_and_is_converted() -> None:

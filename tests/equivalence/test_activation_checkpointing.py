@@ -27,6 +27,7 @@ from support.compare import (
     training,
 )
 from support.device import DEVICE, cpu_only, moved
+from support.matrix import thinned
 from support.models import (
     CASES,
     Case,
@@ -81,8 +82,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "setting"), thinned([*BLOCKS], SETTINGS))
 def test_as_without_checkpointing(name: str, setting: Setting, tmp_path: Path) -> None:
     case = BLOCKS[name]
     script = training(case.batch, case.loss, num_steps=4)

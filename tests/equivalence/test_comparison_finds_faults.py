@@ -19,7 +19,7 @@ from support.compare import FITS, HALF, MINIMAL, Divergence, Run, Script, Settin
 from support.models import mean_square, mlp, vectors
 from torch import nn
 
-from zero_infinity.optim import gradient_flow as gradients_module
+from zero_infinity.optim import update_submission as submission_module
 from zero_infinity.optim.chunk_update import UnitUpdate
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.params.unit import Unit
@@ -144,7 +144,7 @@ def keeps_the_first_settings() -> AbstractContextManager[Any]:
             first.update({name: value for name, value in group.items() if name != "params"})
         return first
 
-    return mock.patch.object(gradients_module, "hyperparameters_of", faulty)
+    return mock.patch.object(submission_module, "hyperparameters_of", faulty)
 
 
 def skips_a_chunk() -> AbstractContextManager[Any]:

@@ -328,8 +328,26 @@ def test_a_model_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_two_models_are_built_one_after_the_other_and_one_inside_the_other(tmp_path: Path) -> None:
-    outer, inner = (zi.Config(memory="64KiB", nvme=tmp_path) for _ in range(2))
+def test_two_models_are_built_one_after_the_other(tmp_path: Path) -> None:
+    config = zi.Config(memory="64KiB", nvme=tmp_path)
+    torch.manual_seed(0)
+    plain = [mlp() for _ in range(2)]
+    torch.manual_seed(0)
+    built = []
+    for _ in range(2):
+        with zi.init(config):
+            built.append(mlp())
+    assert num_hooks() == 0
+    script = training(vectors(), mean_square, num_steps=2)
+    for expected, model in zip(plain, built, strict=True):
+        _check_same(expected, model)
+        prepared = run_prepared(lambda model=model: model, script, sgd, config)
+        assert_identical(run_plain(lambda expected=expected: expected, script, sgd), prepared)
+
+
+def test_what_is_built_in_an_init_inside_another_belongs_to_the_outer_one(tmp_path: Path) -> None:
+    """It trains as a part of the whole model, but not apart from it."""
+    outer, inner = (zi.Config(memory="256KiB", nvme=tmp_path) for _ in range(2))
     torch.manual_seed(0)
     plain = [mlp() for _ in range(3)]
     torch.manual_seed(0)
@@ -338,13 +356,16 @@ def test_two_models_are_built_one_after_the_other_and_one_inside_the_other(tmp_p
         with zi.init(inner):
             second = mlp()
         third = mlp()
+        assert num_hooks() > 0, "the outer one goes on"
     assert num_hooks() == 0
-    for expected, model in zip(plain, (first, second, third), strict=True):
+    built = (first, second, third)
+    for expected, model in zip(plain, built, strict=True):
         _check_same(expected, model)
     script = training(vectors(), mean_square, num_steps=2)
-    for expected, model, config in ((plain[0], first, outer), (plain[1], second, inner)):
-        prepared = run_prepared(lambda model=model: model, script, sgd, config)
-        assert_identical(run_plain(lambda expected=expected: expected, script, sgd), prepared)
+    prepared = run_prepared(lambda: nn.Sequential(*built), script, sgd, outer)
+    assert_identical(run_plain(lambda: nn.Sequential(*plain), script, sgd), prepared)
+    with pytest.raises(zi.UsageError, match=r"another one from the same zi\.init, is prepared already"):
+        zi.prepare(second, sgd(second), inner)
 
 
 def test_a_model_of_parts_that_were_built_apart_trains(tmp_path: Path) -> None:
@@ -478,3 +499,46 @@ def test_a_replaced_parameter_that_nobody_holds_is_given_back(tmp_path: Path) ->
     assert len(host.units) == 2
     zi.prepare(model, adamw(model), config)
     assert [unit.name for unit in host.units] == ["1"]
+
+
+class Nested(nn.Module):
+    """Builds one of its submodules in a zi.init of its own."""
+
+    def __init__(self, config: zi.Config) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        with zi.init(config):
+            self.inner = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_submodules_that_are_built_inside_their_own_init(is_whole: bool) -> None:
+    """Inside that of the whole model, or alone."""
+    config = zi.Config(memory="1MiB")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8))
+    torch.manual_seed(0)
+    if is_whole:
+        with zi.init(config):
+            model = Nested(config)
+    else:
+        model = Nested(config)
+    model, optimizer = zi.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        for either, stepped in ((model, optimizer), (plain, reference)):
+            either(x).square().mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+    for value, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_an_inner_init_with_other_settings_is_refused() -> None:
+    with zi.init(zi.Config(memory="1MiB")), pytest.raises(zi.UsageError, match="zi.init inside zi.init has another"):
+        Nested(zi.Config(memory="2MiB"))

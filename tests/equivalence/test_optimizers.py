@@ -427,9 +427,26 @@ def test_a_users_own_element_wise_optimizer(setting: Setting, tmp_path: Path) ->
     compare(make, five_steps, of(SignMomentum, lr=1e-3), setting, tmp_path)
 
 
-def test_a_closure_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(zi.UsageError, match=r"step\(closure\)"):
-        prepared(adamw, tmp_path).step(lambda: 0.0)
+@pytest.mark.parametrize("setting", [FITS_RAM, MINIMAL], ids=str)
+def test_a_closure_is_evaluated_once(setting: Setting, tmp_path: Path) -> None:
+    """With gradients enabled, whatever the caller's mode is, and its result is returned."""
+
+    def script(run: Run) -> None:
+        for number in range(4):
+            calls = []
+
+            def closure(number: int = number, calls: list[int] = calls) -> torch.Tensor:
+                calls.append(number)
+                run.optimizer.zero_grad()
+                loss = mean_square(run.model, batch(number))
+                loss.backward()
+                return loss
+
+            with torch.no_grad():
+                run.log(run.optimizer.step(closure))
+            assert calls == [number]
+
+    compare(make, script, adamw, setting, tmp_path)
 
 
 def test_adding_a_group_is_refused(tmp_path: Path) -> None:

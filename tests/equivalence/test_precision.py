@@ -148,6 +148,7 @@ def test_rounding_happens_to_the_stored_copy_and_not_to_the_master(tmp_path: Pat
     for _ in range(16):
         model(torch.ones(1, 8, device=DEVICE)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         seen.append(model.weight.detach()[0, 0].item())
     assert seen[0] == 1.0  # 1 - 2^-11 rounds back to 1 in bfloat16
     assert seen[-1] == 1.0 - 2.0**-7  # but sixteen of them do not

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from support.models import (
 )
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zero_infinity as zi
@@ -714,49 +715,224 @@ def test_clipping_is_not_needed(tmp_path: Path) -> None:
     compare(small, script, adamw, HALF, tmp_path, max_grad_norm=1e6)
 
 
-def test_clipping_too_late_is_an_error(tmp_path: Path) -> None:
-    model = small()
-    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="1MiB", nvme=tmp_path))
-    run = Run(model, optimizer, prepared=True)
-    usual(run)
-    mean_square(model, batch(9)).backward()
-    with pytest.raises(zi.UsageError, match="max_grad_norm"):
-        zi.clip_grad_norm_(model.parameters(), NORM)
+def parameters_of(run: Run) -> list[nn.Parameter]:
+    return list(run.model.parameters())
 
 
-def unscale(optimizer: Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
+def gradients_of(run: Run) -> list[torch.Tensor]:
+    return [p.grad for p in run.model.parameters() if p.grad is not None]
+
+
+def through_views(run: Run) -> None:
+    for gradient in gradients_of(run):
+        gradient.view(-1)[1:3].mul_(3)
+        gradient.data.mul_(0.5)
+        gradient[0] = 0.25
+        next(iter(gradient.split(1))).neg_()
+        gradient.t().add_(1e-3)
+
+
+def in_place(run: Run) -> None:
+    for p in parameters_of(run):
+        p.grad *= 0.5  # type: ignore[operator]
+        p.grad += torch.ones_like(p)  # type: ignore[operator]
+        torch.clamp(p.grad, -0.5, 0.5, out=p.grad)
+
+
+def unscale(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
+    scaler.unscale_(run.optimizer)
 
 
-READERS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
-    "clip_grad_norm_": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), NORM),
-    "clip_grad_value_": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), NORM),
-    "GradScaler": lambda _, plain: unscale(plain),
-    "grad": lambda model, _: model[0].weight.grad,
-    "plain optimizer": lambda _, plain: plain.step(),
+def set_anew(run: Run) -> None:
+    for p in parameters_of(run):
+        p.grad = p.grad * 2 if p.dim() > 1 else torch.ones_like(p)  # type: ignore[operator]
+
+
+def drop_some(run: Run) -> None:
+    for p in parameters_of(run):
+        if p.dim() == 1:
+            p.grad = None
+
+
+# What code between backward and step does with gradients.
+USES: dict[str, Callable[[Run], Any]] = {
+    "clip_grad_norm_": lambda run: nn.utils.clip_grad_norm_(parameters_of(run), NORM),
+    "of another order": lambda run: nn.utils.clip_grad_norm_(parameters_of(run), NORM, norm_type=1.5),
+    "inf": lambda run: nn.utils.clip_grad_norm_(parameters_of(run), 0.001, norm_type="inf"),  # type: ignore[arg-type]
+    "foreach": lambda run: nn.utils.clip_grad_norm_(parameters_of(run), NORM, foreach=True),
+    "without foreach": lambda run: nn.utils.clip_grad_norm_(parameters_of(run), NORM, foreach=False),
+    "one after the other": lambda run: [nn.utils.clip_grad_norm_(p, 0.01) for p in parameters_of(run)],
+    "clip_grad_value_": lambda run: nn.utils.clip_grad_value_(parameters_of(run), 0.001),
+    "clip_grad_value_, foreach": lambda run: nn.utils.clip_grad_value_(parameters_of(run), 0.001, foreach=True),
+    "get_total_norm": lambda run: nn.utils.get_total_norm(gradients_of(run)),
+    "zi.clip_grad_norm_": lambda run: zi.clip_grad_norm_(parameters_of(run), NORM, norm_type=3.0, foreach=True),
+    "GradScaler": unscale,
+    "values": lambda run: [g.clone() for g in gradients_of(run)],
+    "one vector": lambda run: torch.cat([g.flatten() for g in gradients_of(run)]),
+    "about them": lambda run: [
+        (g.shape, g.dtype, g.stride(), g.device, g.is_sparse, g.numel()) for g in gradients_of(run)
+    ],
+    "arithmetic": lambda run: [(g / 2 + 1, 1 - g, g == g, g.sum().item(), repr(g)) for g in gradients_of(run)],
+    "numpy": lambda run: [g.cpu().numpy().tolist() for g in gradients_of(run)],
+    "views": through_views,
+    "in place": in_place,
+    "set": set_anew,
+    "dropped": drop_some,
+    "dropped all": lambda run: [setattr(p, "grad", None) for p in parameters_of(run)],
 }
 
 
-@pytest.mark.parametrize("update", ["auto", "after_backward"])
-@pytest.mark.parametrize("name", READERS)
-def test_gradients_that_are_not_where_they_are_looked_for(name: str, update: str, tmp_path: Path) -> None:
-    """To find None there would be to train without clipping, in silence."""
+@pytest.mark.parametrize("name", USES)
+def test_gradients_are_used_between_backward_and_step(name: str, setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            assert not gradients_of(run)
+            for part in range(2):
+                mean_square(run.model, batch(2 * number + part)).backward()
+            result = USES[name](run)
+            run.log(result, len(gradients_of(run)))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    compare(small, script, adamw, setting, tmp_path)
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error(tmp_path: Path) -> None:
     model = small()
-    plain = adamw(model)
-    model, optimizer = zi.prepare(model, plain, zi.Config(memory="1MiB", nvme=tmp_path, update=update))
-    run = Run(model, optimizer, prepared=True)
-    for _ in range(2):
-        usual(run)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        loss = mean_square(model, batch(9))
-        assert all(parameter.grad is None for parameter in model.parameters())
-        loss.backward()
-        # torch's clip_grad_value_ fails by itself when there is nothing to clip.
-        with pytest.warns(UserWarning, match="max_grad_norm"), suppress(RuntimeError):
-            READERS[name](model, plain)
+    model, _ = zi.prepare(model, adamw(model), zi.Config(memory="1MiB", nvme=tmp_path))
+    (mean_square(model, batch(0)) * float("inf")).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        zi.clip_grad_norm_(model.parameters(), NORM, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("use", ["clip", "read", "set"])
+def test_gradients_that_an_update_has_used_are_an_error(use: str, tmp_path: Path) -> None:
+    """The first time that this loop asks for them, they are gone. From the next step on they are there."""
+    model = small()
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="1MiB", nvme=tmp_path))
+    usual(Run(model, optimizer, prepared=True))
+    weight = model[0].weight
+
+    def look() -> None:
+        if use == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        elif use == "read":
+            weight.grad.sum()
+        else:
+            weight.grad = torch.ones(weight.shape, device=DEVICE)
+
+    mean_square(model, batch(9)).backward()
+    assert weight.grad is not None
+    with pytest.raises(zi.UsageError, match=r"(?s)(during backward|after some updates).*update="):
+        look()
+    if use == "set":
+        return
+    optimizer.step()
+    optimizer.zero_grad()
+    for number in range(3):
+        mean_square(model, batch(number)).backward()
+        look()
         optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand_to_none(run: Run) -> None:
+    for p in run.model.parameters():
+        p.grad = None
+
+
+def by_hand_to_zero(run: Run) -> None:
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad.detach_()
+            p.grad.zero_()
+
+
+# How loops zero gradients, or do not.
+ZEROING: dict[str, Callable[[Run], None]] = {
+    "optimizer": lambda run: run.optimizer.zero_grad(),
+    "model": lambda run: run.model.zero_grad(),
+    "submodules": lambda run: [child.zero_grad() for child in run.model.children()] and None,
+    "to zeros": lambda run: run.optimizer.zero_grad(set_to_none=False),
+    "by hand": by_hand_to_none,
+    "by hand to zeros": by_hand_to_zero,
+    "never": lambda run: None,
+    "never, and clipped": lambda run: None,
+}
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])
+@pytest.mark.parametrize("name", ZEROING)
+def test_gradients_last_until_they_are_zeroed(name: str, when: str, setting: Setting, tmp_path: Path) -> None:
+    """Not until a step has used them: those that are not zeroed add up."""
+
+    def script(run: Run) -> None:
+        for number in range(5):
+            if when == "before forward":
+                ZEROING[name](run)
+            loss = mean_square(run.model, batch(number))
+            if when == "before backward":
+                ZEROING[name](run)
+            loss.backward()
+            if "clipped" in name:
+                run.log(nn.utils.clip_grad_norm_(run.model.parameters(), NORM))
+            run.optimizer.step()
+            if number < 1:
+                run.log([p.grad for p in run.model.parameters()])
+            if when == "after step":
+                ZEROING[name](run)
+
+    compare(small, script, adamw, setting, tmp_path)
+
+
+def test_gradients_that_add_up_are_clipped_together(setting: Setting, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            mean_square(run.model, batch(number)).backward()
+            if not run.prepared:
+                nn.utils.clip_grad_norm_(run.model.parameters(), NORM)
+            run.optimizer.step()
+
+    compare(small, script, adamw, setting, tmp_path, max_grad_norm=NORM)
+
+
+def test_zeroing_no_more_is_an_error(tmp_path: Path) -> None:
+    """A step has consumed what the next gradient would be added to."""
+    model = small()
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="1MiB", nvme=tmp_path))
+    usual(Run(model, optimizer, prepared=True))
+    mean_square(model, batch(8)).backward()
+    optimizer.step()
+    with pytest.raises(zi.UsageError, match=r"(?s)step\(\) comes again.*zero_grad"):
+        optimizer.step()
+    with pytest.raises(zi.UsageError, match=r"(?s)added to the last one.*zero_grad"):
+        mean_square(model, batch(9)).backward()
+    optimizer.zero_grad()
+    usual(Run(model, optimizer, prepared=True))
+
+
+def test_one_gradient_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """Clipping needs room for one gradient, not for all."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    model, _ = zi.prepare(model, adamw(model), zi.Config(memory="3MiB", nvme=tmp_path))
+    mean_square(model, vectors(256)(0)).backward()
+    alive: list[weakref.ref[torch.Tensor]] = []
+    peak = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal peak
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.numel() >= 256 * 256:
+                alive.append(weakref.ref(result.untyped_storage()))  # type: ignore[arg-type]
+            peak = max(peak, len({id(s) for ref in alive if (s := ref()) is not None}))
+            return result
+
+    with Count():
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+    assert 1 <= peak <= 2
 
 
 def test_gradients_are_shown_in_gathered(setting: Setting, tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ activations and gradients in flight, Python objects, what malloc keeps (TRAPS 32
 from __future__ import annotations
 
 import signal
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.cgroup import Ended, Group, control_group, run_limited
+from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB = 1 << 20
 BUDGET = 8 * MIB
@@ -128,6 +131,23 @@ report(expected=expected, loaded=loaded, pretrained=checksums(model), losses=los
 """
 )
 
+_PRETRAINED = (
+    _COMMON
+    + f"""
+from transformers import LlamaForCausalLM
+warm_up(NVME)
+config = zi.Config(memory={BUDGET}, nvme=NVME)
+with zi.init(config):
+    LlamaForCausalLM.from_pretrained(NVME + "/small")
+used = limit({HEADROOM})
+before = anonymous_bytes()
+with zi.init(config):
+    model = LlamaForCausalLM.from_pretrained(NVME + "/large")
+grown = anonymous_bytes() - before
+report(checksums=checksums(model), used=used, peak=peak_bytes(), grown=grown)
+"""
+)
+
 
 def run(group: Group, script: str, directory: Path, *, streamed: bool = True) -> Ended:
     return run_limited(group, f"NVME = {str(directory)!r}\nSTREAMED = {streamed}\n" + script)
@@ -168,6 +188,25 @@ def test_a_model_ten_times_the_limit_is_built(tmp_path: Path) -> None:
         assert group.num_kills() == 0
     script = plain()
     assert built.report["checksums"] == script.checksums(script.make(10 * HEADROOM // MIB))
+
+
+@pytest.mark.long
+def test_pretrained_weights_of_four_times_the_limit_are_read(tmp_path: Path) -> None:
+    """Pages of the mapped files are the kernel's to drop, so they fit in any limit."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 1000}
+    for name, num_layers in (("small", 1), ("large", 10)):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **sizes))
+        model.save_pretrained(tmp_path / name)
+    assert sum(p.nbytes for p in model.parameters()) >= 4 * HEADROOM
+    expected = [zlib.crc32(p.detach().numpy()) for p in model.parameters()]
+    with control_group() as group:
+        ended = run(group, _PRETRAINED, tmp_path)
+        assert ended.returncode == 0, ended.output
+        assert ended.report is not None
+        assert ended.report["grown"] <= HEADROOM
+        assert group.num_kills() == 0
+    assert ended.report["checksums"] == expected
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ def padded(num_ranks: int) -> int:
     return -(-used // (GRAIN * num_ranks)) * GRAIN * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_what_is_sent_in_a_step(num_ranks: int, tmp_path: Path) -> None:
     """2 Psi elements for stages 0 to 2, 3 Psi for stage 3, of which each rank sends (N-1)/N."""
     where = {"memory": "420KiB", "nvme": tmp_path}

@@ -32,7 +32,7 @@ PAIRS = {
     ("model", "num_ranks"),
     [
         ("mlp", 1),
-        ("gpt2", 1),
+        pytest.param("gpt2", 1, marks=pytest.mark.long),
         ("gpt2", 2),
         ("gpt2", 3),
         ("llama", 2),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.matrix import thinned
 from support.multirank import (
     LEAST,
     MAX_NORM,
@@ -54,8 +55,7 @@ def test_values_and_gradients_are_seen_and_changed(tmp_path: Path) -> None:
     check([Job(look_and_edit, settings=s) for s in every_stage(tmp_path, update="after_backward")], 2)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad"])
+@pytest.mark.parametrize(("optimizer", "num_ranks"), thinned(["adamw", "sgd", "adagrad"], [2, 3]))
 def test_optimizers(optimizer: str, num_ranks: int, tmp_path: Path) -> None:
     stages = every_stage(tmp_path)[num_ranks % 2 :: 2]
     check([Job(steps, optimizer=optimizer, settings=s) for s in stages], num_ranks)

@@ -13,6 +13,7 @@ import support.kills
 import support.multirank
 import support.rank_command
 import support.rank_faults
+import support.survivors
 import support.tensor_parallel
 import zero_infinity.api
 import zero_infinity.cli.train_loop

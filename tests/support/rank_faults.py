@@ -28,12 +28,10 @@ class Tower(nn.Module):
     def __init__(self, depth: int = 4, width: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.skipped: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            if number != self.skipped:
-                x = layer(x).tanh()
+        for layer in self.layers:
+            x = layer(x).tanh()
         return x
 
 
@@ -50,8 +48,6 @@ def train(rank: int, fault: str, settings: dict[str, Any]) -> str:
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(**mine))
     for step in range(6):
         fatal = rank == CULPRIT and step == FATAL_STEP
-        if fatal and fault == "skips":
-            model.skipped = 2
         if fatal and fault == "ends":
             return "ended"
         loss = model(torch.randn(4, WIDTH)).square().mean()
@@ -59,7 +55,10 @@ def train(rank: int, fault: str, settings: dict[str, Any]) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         if fatal and fault == "raises":
             raise ValueError("a sample is broken")
-        loss.backward()
+        if not (fatal and fault == "one backward less"):
+            loss.backward()
+        if fatal and fault == "one step less":
+            zi.save(Path(mine["nvme"]).parent / "checkpoints", model, optimizer)
         if fatal and fault == "killed in step":
             optimizer.step()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -207,18 +207,6 @@ class Chain(nn.Module):
         return x
 
 
-def leave_out_a_layer(rank: int, stage: int, left_out: int) -> None:
-    small_blocks()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 24), Chain())
-    if rank == 1:
-        model[1].left_out = left_out
-    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB", stage=stage))
-    for step in range(3):
-        model(batch(step, rank, width=24)).square().mean().backward()
-        optimizer.step()
-
-
 def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) -> tuple[int, int, int, int]:
     """Train, and return the bytes read, written and sent in the last step, and the peak held."""
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
 
 
 def test_every_command_is_in_the_command_line_reference() -> None:
-    shown = re.findall(r"^```\{program-output\} zero-infinity (\w+) --help$", _read("cli.md"), re.MULTILINE)
+    shown = re.findall(r"^```\{program-output\} zero-infinity ([\w-]+) --help$", _read("cli.md"), re.MULTILINE)
     assert set(shown) == set(COMMANDS)
 
 

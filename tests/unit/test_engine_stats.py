@@ -28,7 +28,14 @@ def prepare(nvme: Path | None) -> tuple[nn.Module, TrainingEngine]:
 
 def collect(engine: TrainingEngine, *traffics: Traffic, activation_bytes: int = 0) -> Stats:
     return collect_stats(
-        engine.parameter_store, engine._layout, num_steps=1, traffics=traffics, activation_bytes=activation_bytes
+        engine.parameter_store,
+        engine._layout,
+        num_steps=1,
+        traffics=traffics,
+        activation_bytes=activation_bytes,
+        bytes_read_directly=11,
+        device_budget=222,
+        device_others=33,
     )
 
 
@@ -40,6 +47,7 @@ def test_what_a_model_has_at_home_is_counted_by_kind() -> None:
     assert stats.optimizer_bytes >= 4 * stats.num_parameters, "momentum"
     assert stats.state_bytes == stats.parameter_bytes + stats.optimizer_bytes
     assert stats.activation_bytes == 12345
+    assert (stats.bytes_read_directly, stats.device_budget, stats.device_others) == (11, 222, 33)
     assert stats.num_steps == 1
     assert stats.pending_updates == 0
 

@@ -23,6 +23,8 @@ MAX_ARGUMENTS = 8  # of __init__, besides self
 # Modules without a test file at the mirrored path, and the file that tests them.
 TESTED_ELSEWHERE: dict[str, str] = {
     "_torch.py": "unit/test_private_torch.py",
+    "activations/activation_mover.py": "device/test_activations.py",
+    "activations/device_activation_storage.py": "device/test_activations.py",
     "activations/activation_storage.py": "equivalence/test_activation_offload.py",
     "activations/recompute.py": "equivalence/test_activation_checkpointing.py",
     "api.py": "unit/test_public_api.py",
@@ -31,6 +33,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/device_steps.py": "device/test_bench_device.py",
     "cli/exit_codes.py": "cli/test_main.py",
     "cli/export.py": "cli/test_train_checkpoints.py",
+    "cli/generate_text.py": "cli/test_generate.py",
     "cli/plan.py": "cli/test_plan_command.py",
     "cli/plan_arguments.py": "cli/test_plan_command.py",
     "cli/ranks.py": "cli/test_train_ranks.py",
@@ -38,22 +41,30 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/train_loop.py": "cli/test_train.py",
     "cli/train_summary.py": "cli/test_train.py",
     "comm/lost_rank.py": "unit/comm/test_channel.py",
-    "comm/process_group.py": "multirank/test_rank_faults.py",
+    "comm/transport.py": "multirank/test_survivors.py",
     "deferred_init.py": "equivalence/test_deferred_init.py",
+    "meta_init.py": "equivalence/test_meta_device.py",
+    "params/shared_edits.py": "scenarios/test_edits.py",
     "disable_modes.py": "equivalence/test_unusual_torch_features.py",
     "engine.py": "equivalence/test_models.py",
     "engine_builder.py": "equivalence/test_models.py",
     "engine_parts.py": "equivalence/test_models.py",
+    "integrations/log_figures.py": "integrations/test_transformers.py",
+    "integrations/pretrained_folder.py": "integrations/test_transformers.py",
     "interrupts.py": "faults/test_training_faults.py",
     "model_layout.py": "memory/test_budget.py",
     "models/hugging_face_config.py": "cli/test_hugging_face_shape.py",
+    "optim/foreign_training.py": "equivalence/test_foreign_training.py",
     "optim/gradient_flow.py": "equivalence/test_training_loops.py",
     "optim/gradient_parts.py": "equivalence/test_training_loops.py",
     "optim/make_training.py": "equivalence/test_models.py",
     "optim/optimizer_state_dict.py": "equivalence/test_optimizers.py",
     "optim/optimizer_state_io.py": "equivalence/test_optimizers.py",
     "optim/accumulated_gradients.py": "equivalence/test_training_loops.py",
+    "optim/reduced_gradients.py": "scenarios/test_different_control_flow.py",
     "optim/sharded_gradients.py": "multirank/test_options_over_ranks.py",
+    "optim/retained_gradient.py": "equivalence/test_training_loops.py",
+    "optim/user_gradients.py": "equivalence/test_training_loops.py",
     "optim/training_observer.py": "equivalence/test_trace_of_a_run.py",
     "optim/training_step.py": "equivalence/test_training_loops.py",
     "optim/chunk_update.py": "equivalence/test_optimizers.py",
@@ -66,12 +77,19 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "params/parameter_store.py": "equivalence/test_deferred_init.py",
     "params/precision.py": "equivalence/test_precision.py",
     "params/state_dict.py": "equivalence/test_whole_model_operations.py",
+    "params/stream_weights.py": "integrations/test_trl.py",
     "params/uncopied_hook.py": "equivalence/test_whole_model_operations.py",
     "params/unshard.py": "equivalence/test_parameter_operations.py",
     "optim/flat_gradient.py": "device/test_transfers.py",
+    "params/changing_buffers.py": "equivalence/test_activation_checkpointing.py",
+    "params/forward_again.py": "device/test_device_room.py",
     "params/model_device.py": "device/test_device_choice.py",
     "tiers/compute_device.py": "equivalence/test_accelerator.py",
+    "tiers/device_room.py": "device/test_device_room.py",
+    "tiers/others_peak.py": "device/test_device_room.py",
     "tiers/emulated_accelerator.py": "equivalence/test_accelerator.py",
+    "tiers/unit_gather.py": "unit/tiers/test_copier.py",
+    "tiers/link.py": "device/test_activations.py",
     "tiers/pinned_ring.py": "device/test_transfers.py",
     "tiers/torch_accelerator.py": "device/test_transfers.py",
     "tiling/attach_tiles.py": "equivalence/test_tiling.py",
@@ -93,10 +111,10 @@ def modules() -> dict[str, ast.Module]:
 
 
 def mirrored(module: str) -> Path:
-    """Where the test of a module is: commands are tested by real invocations, the rest in tests/unit."""
+    """Where the test of a module is: commands are tested by real invocations, integrations with the real packages."""
     path = Path(module)
-    name = f"test_{path.name}"
-    return TESTS / "cli" / name if path.parts[0] == "cli" else TESTS / "unit" / path.with_name(name)
+    mirrored = path.with_name(f"test_{path.name}")
+    return TESTS / mirrored if path.parts[0] in ("cli", "integrations") else TESTS / "unit" / mirrored
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:

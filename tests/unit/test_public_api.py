@@ -46,6 +46,7 @@ def test_all_is_what_we_promise() -> None:
         "prepare",
         "save",
         "stats",
+        "stream_weights",
         "synchronize",
     ]
 

@@ -7,6 +7,8 @@ arena yet and determines its size; later tensors that exceed it get separate mem
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +38,7 @@ class ActivationArena:
         """No known limit: memory comes from torch's allocator."""
         return 1 << 62
 
-    def put(self, data: torch.Tensor) -> ActivationSlot:
+    def put(self, data: torch.Tensor, root: torch.Tensor) -> ActivationSlot:  # noqa: ARG002 - copied at once
         """Store bytes in the arena, or in separate memory if there is no room."""
         size = round_up(data.nbytes)
         self.held_bytes += size
@@ -44,12 +46,11 @@ class ActivationArena:
         try:
             start = self._extents.allocate(data.nbytes)
         except _FullError:
-            copy = data.clone()
-            return ActivationSlot(lambda: copy, partial(self._give_back, None, data.nbytes))
+            return _ArenaSlot(data.clone(), partial(self._give_back, None, data.nbytes))
         self._num_inside += 1
         kept = self._memory[start : start + data.nbytes]
         kept.copy_(data)
-        return ActivationSlot(lambda: kept, partial(self._give_back, start, data.nbytes))
+        return _ArenaSlot(kept, partial(self._give_back, start, data.nbytes))
 
     def end_cycle(self) -> None:
         """Grow to the peak, unless a live graph still has slots in the arena."""
@@ -64,6 +65,19 @@ class ActivationArena:
         if start is not None:
             self._num_inside -= 1
             self._extents.free(start, num_bytes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _ArenaSlot:
+    """Bytes in the arena, or in separate memory."""
+
+    kept: torch.Tensor
+    drop: Callable[[], None]
+
+    def take(self) -> torch.Tensor:
+        taken = self.kept.clone()
+        self.drop()
+        return taken
 
 
 class _FullError(Exception):

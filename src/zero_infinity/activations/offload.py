@@ -5,7 +5,7 @@
   other (`unsafe_chunk`, in recurrent cells) have separate versions.
 - Where the copy goes is decided by an `ActivationStorage`: blocks of the store, or an arena.
 - Of tensors that are replicated over ranks (`Replicas`) each rank keeps its part; unpacking all-gathers the parts.
-- Unpacking copies the bytes to memory of torch's allocator and frees their storage. A retained graph holds that tensor.
+- Unpacking takes the bytes to memory of torch's allocator and frees their storage. A retained graph holds that tensor.
 - The storage of a graph that dies without a backward is freed when the next tensor is packed, or at the step.
 - Small tensors, and those that do not fit next to what one operation needs, stay in torch's memory.
 """
@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 
 from zero_infinity._torch import is_func_tensor, root_of, storage_id, version_of
 from zero_infinity.activations.activation_arena import ActivationArena
-from zero_infinity.activations.activation_storage import ActivationSlot, ActivationStorage, BlockActivationStorage
+from zero_infinity.activations.activation_storage import ActivationBlocks, ActivationSlot, ActivationStorage
 from zero_infinity.activations.replicas import Replicas
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.process_group import RankGroup
@@ -60,6 +61,19 @@ class _KeptRef(weakref.ref[_Kept]):
     __slots__ = ("slot",)
 
     slot: ActivationSlot
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _CopySlot:
+    """Bytes in torch's memory."""
+
+    copy: torch.Tensor
+
+    def take(self) -> torch.Tensor:
+        return self.copy
+
+    def drop(self) -> None:
+        """Nothing to free."""
 
 
 class SavedView:
@@ -111,7 +125,7 @@ class ActivationOffload:
             known = self._known.get(key)
             kept = known[1]() if known is not None and known[0]() is storage else None
             if kept is None:
-                kept = self._keep(_bytes_of(root, whole), self._replicas if is_input else None)
+                kept = self._keep(_bytes_of(root, whole), root, self._replicas if is_input else None)
                 if kept is None:
                     return None
                 self._remember(key, storage, kept)
@@ -122,14 +136,13 @@ class ActivationOffload:
         with self._lock:
             if kept.memory is None and kept.slot is not None:
                 slot, replicas = kept.slot, kept.replicas
-                memory = torch.empty(kept.num_bytes, dtype=torch.uint8, device=kept.device)
-                if replicas is None:
-                    slot.take(memory)
-                else:
+                kept.memory, kept.slot = slot.take(), None
+                if replicas is not None:
+                    whole = torch.empty(kept.num_bytes, dtype=torch.uint8, device=kept.device)
                     part = replicas.part(kept.num_bytes)
-                    slot.take(memory[part.start : part.stop])
-                    replicas.gather(memory)
-                kept.memory, kept.slot = memory, None
+                    whole[part.start : part.stop].copy_(kept.memory)
+                    replicas.gather(whole)
+                    kept.memory = whole
                 self._alive.pop(slot, None)
                 self._collect()
         if kept.memory is None:
@@ -142,20 +155,19 @@ class ActivationOffload:
             self._collect()
             self.storage.end_cycle()
 
-    def _keep(self, data: torch.Tensor, replicas: Replicas | None) -> _Kept | None:
+    def _keep(self, data: torch.Tensor, root: torch.Tensor, replicas: Replicas | None) -> _Kept | None:
         num_bytes = data.nbytes
         if replicas is not None:
             replicas.check_same(data)
             part = replicas.part(num_bytes)
             data = data[part.start : part.stop]
-        slot = self.storage.put(data)
+        slot = self.storage.put(data, root)
         if slot is None:
             self._warn_of_room(data.nbytes)
             if replicas is None:
                 return None
             # Other ranks have dropped this part: keep only it, in torch's memory.
-            copy = data.clone()
-            slot = ActivationSlot(lambda: copy, lambda: None)
+            slot = _CopySlot(data.clone())
         kept = _Kept(slot, num_bytes, data.device, replicas)
         alive = _KeptRef(kept, self._dead.append)
         alive.slot = slot
@@ -196,8 +208,12 @@ def make_activation_offload(
     division: MemoryDivision,
     spare: SpareBytes,
     replicas: RankGroup | None,
+    storage_on: Callable[[ActivationBlocks], ActivationStorage],
 ) -> ActivationOffload | None:
-    """Return None if torch alone keeps saved tensors. `replicas`: the ranks that compute the same activations."""
+    """Return None if torch alone keeps saved tensors. `replicas`: the ranks that compute the same activations.
+
+    `storage_on` makes the storage over blocks of the host.
+    """
     offload = config.offload_activations
     if replicas is None and not offload:
         return None
@@ -205,7 +221,7 @@ def make_activation_offload(
     if offload in (True, "all"):
         home = Home.NVME if config.nvme else Home.RAM
         beside = SpareBytes(division.cache - division.least)
-        storage = BlockActivationStorage(host_cache, home, beside if config.nvme else spare)
+        storage = storage_on(ActivationBlocks(host_cache, home, beside if config.nvme else spare))
     if replicas is None:
         return ActivationOffload(storage)
     return ActivationOffload(storage, Replicas(replicas.channel("activations", device)))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from zero_infinity._torch import (
 )
 from zero_infinity.activations.block_finder import Stack, find_stacks
 from zero_infinity.config import Config
+from zero_infinity.params.changing_buffers import BufferBefore, ChangingBuffers
 from zero_infinity.params.dynamo import not_compiled
 from zero_infinity.params.saved_tensors import SavedTensorHooks, outer_pack
 from zero_infinity.params.uncopied_hook import Hook
@@ -66,7 +67,7 @@ class Recomputed(Hook):
         self._block = block
         self._hooks = hooks
         self._call = call_of(block)
-        self._changing: list[tuple[nn.Module, str]] | None = None  # buffers that forward changes, once known
+        self._buffers = ChangingBuffers(block)
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +82,7 @@ class Recomputed(Hook):
             args, kwargs = tree_unflatten(map(_fresh, leaves), structure)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        buffers = self._copy_buffers()
+        buffers = self._buffers.before()
         first = [(args, kwargs)]
 
         def run(*tensors: torch.Tensor) -> Any:
@@ -97,18 +98,8 @@ class Recomputed(Hook):
         # The checkpoint saves its inputs under the surrounding hooks, and everything else under its own.
         with self._hooks.keeping_inputs() if self._hooks is not None else nullcontext():
             result = checkpoint(run, *tensors, use_reentrant=False)
-        if self._changing is None:
-            self._changing = [(b.owner, b.name) for b in buffers if b.has_changed]
-            buffers[:] = [b for b in buffers if b.has_changed]
+        self._buffers.after(buffers)
         return result
-
-    def _copy_buffers(self) -> list[_Buffer]:
-        """Return copies of the buffers that forward may change."""
-        names = self._changing
-        if names is None:
-            names = [(m, n) for m in self._block.modules() for n, b in own_buffers(m).items() if b is not None]
-        found = ((owner, name, own_buffers(owner)[name]) for owner, name in names)
-        return [_Buffer(o, n, b, b.detach().clone()) for o, n, b in found if b is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._call,)
@@ -120,23 +111,8 @@ class Recomputed(Hook):
 _TENSOR = object()  # placeholder for a tensor
 
 
-class _Buffer(NamedTuple):
-    """A buffer and its value before a forward."""
-
-    owner: nn.Module
-    name: str
-    buffer: torch.Tensor
-    before: torch.Tensor
-
-    @property
-    def has_changed(self) -> bool:
-        # By value: batch norm kernels do not bump the version counters.
-        now = own_buffers(self.owner).get(self.name)
-        return now is not self.buffer or not torch.equal(self.before, self.buffer)
-
-
 @contextmanager
-def _with_buffers(buffers: list[_Buffer]) -> Iterator[None]:
+def _with_buffers(buffers: list[BufferBefore]) -> Iterator[None]:
     """Inside, modules have copies of their buffers' earlier values."""
     now = [own_buffers(b.owner).get(b.name) for b in buffers]
     for b in buffers:

@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 
 from zero_infinity.byte_sizes import format_bytes
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import Topic
 from zero_infinity.errors import DivergenceError
 from zero_infinity.policy.partition import Span
 

@@ -70,6 +70,18 @@ class ModelContents:
     def units(self) -> list[Unit]:
         return list(dict.fromkeys(part.unit for known in self.managed.values() for part in known.parts))
 
+    def leave_out_frozen(self) -> None:
+        """Keep only parameters that are trained, and buffers."""
+        for parameter, names in self.names.items():
+            if not parameter.requires_grad:
+                self.managed.pop(names[0], None)
+                self.plain.pop(names[0], None)
+        self.tied = {name: first for name, first in self.tied.items() if first in self.managed or first in self.plain}
+
+    def _holds(self, known: ManagedParameter) -> bool:
+        """False if it was replaced while the model was built, or is left out."""
+        return known.parameter in self.names and self.first_name(known) in self.managed
+
     def first_name(self, known: ManagedParameter) -> str:
         return self.names[known.parameter][0]
 
@@ -79,7 +91,7 @@ class ModelContents:
         parts = []
         for known in unit.parameters:
             mine = unit.stored.overlap(known.offset, known.end)
-            if len(mine) and known.parameter in self.names:  # else it was replaced while the model was built
+            if len(mine) and self._holds(known):
                 start = first_element(known) + mine.start - known.offset
                 derived = record is not None and record.has_master and known in record.state_names
                 key = (MODEL, self.first_name(known))
@@ -95,7 +107,7 @@ class ModelContents:
             if record is None or chunk.record is None:
                 continue
             parts = []
-            for segment in chunk.segments:
+            for segment in filter(lambda segment: self._holds(segment.parameter), chunk.segments):
                 name = self.first_name(segment.parameter)
                 first = first_element(segment.parameter)
                 slots = states[name].slots if name in states else ()

@@ -51,13 +51,17 @@ class _Target:
 class CheckpointSave:
     """One checkpoint of one model, on one rank."""
 
-    def __init__(self, model: nn.Module, view: TrainingView, *, with_optimizer: bool) -> None:
+    def __init__(
+        self, model: nn.Module, view: TrainingView, *, with_optimizer: bool, trained_only: bool = False
+    ) -> None:
         self._view = view
         view.background_save.wait()
         self._agreement = Agreement("zi.save", view.ranks, view.step_channel)
         with self._agreement.agreed("finishing updates"):
             view.rest()
-            self._snapshot = Snapshot(model, view, self._agreement.num_ranks, with_optimizer=with_optimizer)
+            self._snapshot = Snapshot(
+                model, view, self._agreement.num_ranks, with_optimizer=with_optimizer, trained_only=trained_only
+            )
 
     def write(
         self,

@@ -159,6 +159,8 @@ class ShardWriter:
         file, position = self._opened[place.file], place.start + start
 
         def job(room: memoryview) -> None:
+            if self._view.ranks is not None:
+                self._view.ranks.check()  # without a lost rank's part nothing becomes a checkpoint
             data = congruent(read(room), position, room)
             file.write(position, data)
             self.written.append(WrittenPart(key, start, len(data), crc32(data)))

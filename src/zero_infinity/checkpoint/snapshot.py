@@ -44,9 +44,13 @@ from zero_infinity.params.unit import ManagedParameter
 class Snapshot:
     """A model at rest. What the manifest says is copied: it stays valid while training continues."""
 
-    def __init__(self, model: nn.Module, view: TrainingView, num_ranks: int, *, with_optimizer: bool) -> None:
+    def __init__(
+        self, model: nn.Module, view: TrainingView, num_ranks: int, *, with_optimizer: bool, trained_only: bool
+    ) -> None:
         self._view = view
         self._contents = contents_of(model, view)
+        if trained_only:
+            self._contents.leave_out_frozen()
         self._states = _states(self._contents, view) if with_optimizer else None
         # Tensors outside of blocks: buffers, parameters in no unit, and the latter's states.
         self.values: dict[Key, torch.Tensor] = {(MODEL, n): as_real(t) for n, t in self._contents.plain.items()}
@@ -130,6 +134,8 @@ def _states(contents: ModelContents, view: TrainingView) -> dict[str, StateEntry
     states = {}
     for parameter, names in contents.names.items():
         known = contents.managed.get(names[0])
+        if known is None and names[0] not in contents.plain:
+            continue  # left out
         if known is not None:
             part = known.parts[0]  # all tiles have the same scalars
             record = contents.records.get(part.unit)

@@ -23,7 +23,7 @@ from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unshard import Unsharder
 from zero_infinity.storage.block_store import BlockStore
-from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.host_cache import HostCache, SpareBytes
 
 # Staging memory: this fraction of the budget, up to a size beyond which it is of no use.
 _STAGING_FRACTION, _MAX_STAGING_BYTES = 16, 16 << 20
@@ -93,6 +93,24 @@ class TrainingView(WeightsView, Protocol):
         """Set the number of steps taken."""
 
 
+@contextmanager
+def borrowed_staging(host_cache: HostCache, spare: SpareBytes) -> Iterator[int]:
+    """Take staging memory from what no block needs, and the rest from the host cache."""
+    pool, policy = host_cache.store.pool, host_cache.policy
+    most = min(_MAX_STAGING_BYTES, pool.budget // _STAGING_FRACTION)
+    unused = min(max(0, spare.num_bytes), most)
+    lent = max(0, min(most - unused, policy.budget // 2))
+    spare.num_bytes -= unused
+    host_cache.limit(policy.budget - lent, policy.lookahead)
+    pool.charge(unused + lent)
+    try:
+        yield unused + lent
+    finally:
+        pool.discharge(unused + lent)
+        host_cache.limit(policy.budget + lent, policy.lookahead)
+        spare.num_bytes += unused
+
+
 class UnpreparedModel:
     """The `WeightsView` of a model built by `zi.init` that is not prepared yet: no records, no channel, no training."""
 
@@ -109,18 +127,9 @@ class UnpreparedModel:
         self.host_cache: HostCache = parameters.host_cache
         self.background_save = BackgroundSave(None)
 
-    @contextmanager
-    def staging(self) -> Iterator[int]:
+    def staging(self) -> AbstractContextManager[int]:
         """Memory is taken from the host cache meanwhile."""
-        host_cache, pool, policy = self.host_cache, self.store.pool, self.host_cache.policy
-        num_bytes = max(0, min(_MAX_STAGING_BYTES, pool.budget // _STAGING_FRACTION, policy.budget // 2))
-        host_cache.limit(policy.budget - num_bytes, policy.lookahead)
-        pool.charge(num_bytes)
-        try:
-            yield num_bytes
-        finally:
-            pool.discharge(num_bytes)
-            host_cache.limit(policy.budget + num_bytes, policy.lookahead)
+        return borrowed_staging(self.host_cache, SpareBytes(0))
 
     @contextmanager
     def replacing(self) -> Iterator[None]:

@@ -157,6 +157,7 @@ def measure(
 
     from zero_infinity.cli import device_links as links
     from zero_infinity.cli.device_steps import Job
+    from zero_infinity.tiers import direct_read
 
     attempts = _Attempts(say, [])
     num_bytes = links.copy_size(device, most_bytes)
@@ -171,7 +172,7 @@ def measure(
         "device": attempts.attempt(f"{device}: facts", lambda: asdict(links.facts_of(device))),
         "num_devices": len(devices),
         "peer_access": attempts.attempt("peer access", lambda: links.peer_access(devices)),
-        "why_no_direct_storage": links.why_no_direct_storage(device, args.directory or Path()),  # None: it works
+        "why_no_direct_storage": direct_read.why_not(device, args.directory or Path()),  # None: it works
         "links": attempts.attempt("link, each direction alone", lambda: asdict(links.link_rates(device, num_bytes))),
         "both_ways": attempts.attempt(
             "link, both directions at once", lambda: {"bytes_per_second": links.both_ways(device, num_bytes)}

@@ -1,4 +1,4 @@
-"""Accelerators as torch sees them: facts, speed of their link to host memory, overlap, GPUDirect Storage.
+"""Accelerators as torch sees them: facts, speed of their link to host memory, overlap.
 
 Owns short measurements of one device. `doctor` and `bench device` print them. Only public, device-generic torch API is
 used; what only CUDA can tell is asked there and unknown elsewhere.
@@ -10,19 +10,14 @@ best of a few rounds: a link's speed, not the machine's current load.
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 _MIB = 1 << 20
 _NUM_ROUNDS = 3
-_PROBE_BYTES = 4096
 _MATMUL_SIZE = 1024  # 2 GFLOP, 12 MiB of device memory
 _MAX_MATMULS = 1000
 _PART_OF_FREE = 8  # a measurement allocates at most two eighths of the free memory
@@ -182,24 +177,3 @@ def peer_access(devices: list[torch.device]) -> str:
     if len(missing) == len(pairs):
         return "none"
     return "all but " + ", ".join(f"{one} to {other}" for one, other in missing)
-
-
-def why_no_direct_storage(device: torch.device, directory: Path) -> str | None:
-    """Write and read back a small file with GPUDirect Storage. Returns why that does not work; None if it does."""
-    if device.type != "cuda":
-        return f"torch has it for cuda, not for {device.type}"
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory) as named:
-            return _storage_problem(device, named.name)
-    except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: torch before 2.7
-        return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _storage_problem(device: torch.device, path: str) -> str | None:
-    written = torch.full((_PROBE_BYTES,), 7, dtype=torch.uint8, device=device)
-    read = torch.zeros_like(written)
-    # Any: it is annotated with another storage class than a tensor has. It registers the file with the driver.
-    file: Any = torch.cuda.gds.GdsFile(path, os.O_RDWR)
-    file.save_storage(written.untyped_storage(), offset=0)
-    file.load_storage(read.untyped_storage(), offset=0)
-    return None if torch.equal(written, read) else "the bytes read differ from those written"

@@ -203,7 +203,12 @@ class PreparedTraining:
     def traffic(self) -> LinkBytes:
         stats = api.stats(self._model)
         link = self._device
-        return LinkBytes(link.uploaded_bytes, link.downloaded_bytes, stats.bytes_read, stats.bytes_written)
+        return LinkBytes(
+            link.uploaded_bytes,
+            link.downloaded_bytes,
+            stats.bytes_read + stats.bytes_read_directly,
+            stats.bytes_written,
+        )
 
     def close(self) -> None:
         api.close(self._model)

@@ -19,7 +19,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -130,6 +130,8 @@ def _check_torch(directory: Path) -> Iterator[Check]:
 def _check_accelerators(directory: Path) -> Iterator[Check]:
     """Each accelerator and its link; only one row without any."""
     from zero_infinity.cli import device_links as links
+    from zero_infinity.storage.numa import cores_near
+    from zero_infinity.tiers import direct_read
 
     devices = links.accelerators()
     if not devices:
@@ -146,9 +148,22 @@ def _check_accelerators(directory: Path) -> Iterator[Check]:
         memory = f"{format_bytes(facts.free_bytes)} free of {format_bytes(facts.total_bytes)}"
         yield Check(str(device), f"{facts.name}, {memory}")
         yield Check(f"{device} link", _link_text(rates))
+        near = cores_near(device)
+        yield Check(f"{device} NUMA node", "one, or unknown" if near is None else f"cores {_ranges(near)}")
     yield Check("peer access", links.peer_access(devices))
-    problem = links.why_no_direct_storage(devices[0], directory)
+    problem = direct_read.why_not(devices[0], directory)
     yield Check("GPUDirect Storage", "works" if problem is None else f"no: {problem}")
+
+
+def _ranges(cores: Iterable[int]) -> str:
+    """Write cores as the kernel does: "0-3,8"."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1][1:] = [core]
+        else:
+            runs.append([core])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _link_text(rates: LinkRates) -> str:

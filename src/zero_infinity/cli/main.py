@@ -25,6 +25,8 @@ COMMANDS = {
     "doctor": "check this machine: accelerators, direct I/O, memory, limits",
     "train": "train a model whose states are larger than memory",
     "export": "write the weights of a checkpoint as a Hugging Face folder",
+    "generate": "generate text with a model larger than memory",
+    "convert-config": "turn a DeepSpeed config into one of zero-infinity",
     "plan": "predict memory per tier and step time before training",
     "simulate": "simulate a training step on given hardware",
     "report": "make an HTML page from a trace",
@@ -92,7 +94,7 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, line in COMMANDS.items():
         own = subparsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == command:
-            import_module(f"zero_infinity.cli.{name}").add_options(own)
+            import_module(f"zero_infinity.cli.{name.replace('-', '_')}").add_options(own)
     return parser
 
 

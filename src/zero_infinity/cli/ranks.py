@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from zero_infinity.cli import signals
 from zero_infinity.cli.exit_codes import describe, exit_code
 from zero_infinity.errors import ConfigError, LostRankError, RankError, ZeroInfinityError
 
@@ -72,7 +73,7 @@ class Ranks:
         return [list(numbers)]
 
     def tell_text(self, what: str, text: str) -> list[str]:  # noqa: ARG002 - nobody listens
-        """All-gather a text. Each `what` can be used once."""
+        """All-gather a text."""
         return [text]
 
     def agreed(self, phase: str) -> AbstractContextManager[None]:  # noqa: ARG002 - nobody listens
@@ -98,7 +99,7 @@ class SeveralRanks(Ranks):
     def tell(self, numbers: Sequence[float]) -> list[list[float]]:
         import torch
 
-        from zero_infinity.comm.channel import Topic
+        from zero_infinity.comm.topics import Topic
 
         self._num_told += 1
         topic = Topic("command", self._num_told, f"the end of step {self._num_told}")
@@ -108,13 +109,13 @@ class SeveralRanks(Ranks):
         return [[float(number) for number in row] for row in said]
 
     def tell_text(self, what: str, text: str) -> list[str]:
-        return self._group.tell(what, text)
+        return self._group.phases.tell(what, text)
 
     def agreed(self, phase: str) -> AbstractContextManager[None]:
-        return self._group.agreed(phase)
+        return self._group.phases.agreed(phase)
 
     def all_same(self, what: str, value: str, fix: str) -> None:
-        self._group.all_same(what, value, fix)
+        self._group.phases.all_same(what, value, fix)
 
     def says(self, error: ZeroInfinityError | KeyboardInterrupt) -> bool:
         """True if this rank should print `error`."""
@@ -147,14 +148,16 @@ def joined(timeout_seconds: float) -> Iterator[Ranks]:
         return
     ranks: SeveralRanks | None = None
     try:
-        ranks = _join(start, timeout_seconds)
+        with signals.immediate():  # a rank that ends before it joins is waited for in C++
+            group = _join(start, timeout_seconds)
+        ranks = SeveralRanks(start, group)
         yield ranks
         ranks.close()
     except BaseException as error:  # noqa: BLE001 - the process ends here, whatever it was
         _leave(start, ranks, error)
 
 
-def _join(start: LaunchedRank, timeout_seconds: float) -> SeveralRanks:
+def _join(start: LaunchedRank, timeout_seconds: float) -> RankGroup:
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -187,7 +190,7 @@ def _join(start: LaunchedRank, timeout_seconds: float) -> SeveralRanks:
         group = find_group(None)
         if group is None:
             raise RankError("torch's process group has one rank")
-        return SeveralRanks(start, group)
+        return group
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ZeroInfinityError):
             raise

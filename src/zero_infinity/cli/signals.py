@@ -71,6 +71,20 @@ class SignalWatch:
 
 
 @contextmanager
+def immediate() -> Iterator[None]:
+    """Inside, a signal ends the process at once: for a wait in C++ in which no handler of Python runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def watched() -> Iterator[SignalWatch]:
     """Inside, a `SignalWatch` handles signals; the previous handlers are restored afterwards."""
     interruption = SignalWatch()

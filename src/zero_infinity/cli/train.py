@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from zero_infinity.cli import signals
 from zero_infinity.cli.number_options import above_zero, integer
 from zero_infinity.cli.progress_display import Progress, choose
 from zero_infinity.cli.ranks import Ranks, joined, speaks
+from zero_infinity.cli.swap_space import with_swap_space
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.presets import PRESETS, Shape, preset
@@ -47,7 +46,6 @@ OPTIMIZERS = {
 # Options and settings that may differ between ranks. Each rank's cache has its own memory budget; sizes on which ranks
 # must agree (buffers, gathered units, tiles) follow from the smallest one.
 _OF_ONE_RANK = {"data", "memory", "device_memory", "nvme", "config", "hf", "pretrained", "json", "log_every", "run"}
-SWAP_PREFIX = ".zero-infinity-swap-"
 
 EPILOG = """\
 examples:
@@ -138,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
                 from zero_infinity.cli.train_checkpoints import options_of
 
                 save = options_of(args, is_first=ranks.rank == 0)
-                config = stack.enter_context(_swap_space(args))
+                config = stack.enter_context(with_swap_space(_config(args), args.nvme))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.train_loop import train
 
@@ -189,24 +187,6 @@ def _model(args: argparse.Namespace) -> Shape | Path:
         raise ConfigError(f"--{option} takes the model's shape from {source}; leave out --{', --'.join(given)}")
     config: Path = source
     return config
-
-
-@contextmanager
-def _swap_space(args: argparse.Namespace) -> Iterator[Config]:
-    """The settings; without --nvme, swap space goes to a temporary directory that is removed at the end."""
-    config = _config(args)
-    if config.nvme or args.nvme is not None:
-        yield config
-        return
-    try:
-        directory = tempfile.TemporaryDirectory(prefix=SWAP_PREFIX, dir=".")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create a swap directory in {Path.cwd()}: {error.strerror}\n"
-            "  fix:   --nvme DIR on a drive, or --nvme none for RAM only"
-        ) from None
-    with directory as path:
-        yield config.replace(nvme=path)
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -5,7 +5,8 @@ Facts about gloo that shaped this module (seen with torch 2.13):
   depends on an element's position in the buffer. Here, parts are sent point to point, directly to their final
   location, and summed in rank order: the same bits for every stage, bucket size and budget.
 - A message longer than the receiving buffer aborts the process. So ranks first tell each other what they are about to
-  exchange; on a mismatch every rank raises an error that lists what each rank asked for.
+  exchange. If they differ, they choose one of their proposals (`proposals.py`), or, where every rank has to do the
+  same, each raises an error that lists what every rank asked for.
 - Two threads that share a group mix up their messages. So every communicating thread has its own channel.
 
 On an accelerator the data goes through the collectives of the backend that the user's process group has for it (NCCL,
@@ -17,33 +18,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from zero_infinity.comm.lost_rank import RankStatus, lost_rank
+from zero_infinity.comm.topics import Topic
+from zero_infinity.comm.transport import Connections
 from zero_infinity.errors import DivergenceError, EngineClosedError, StuckThreadError
 from zero_infinity.policy.partition import Span
 from zero_infinity.trace import RANKS, Category, Trace
 
-_AGREEMENT, _DATA, _CUT = 0, 1, 2  # message tags
+# Message tags; ranks meet over the user's group, which has others.
+_AGREEMENT, _DATA, _CUT, _PART = 21_580, 21_581, 21_582, 21_583
+_NUM_WORDS = 6  # numbers that ranks tell each other in one message, beside what it is about
 _AT_ONCE = timedelta(milliseconds=1)
 # How long a thread that was told to end may take to finish its current exchange.
 _GRACE_SECONDS = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Topic:
-    """What an exchange is about. `number` is the same on every rank for the same topic."""
-
-    kind: str
-    number: int
-    name: str
+# Begins a pause; the result waits until every rank pauses.
+Pause = Callable[[], Callable[[], None]]
 
 
 class Traffic:
@@ -64,27 +63,18 @@ class Traffic:
             return dict(self._bytes), dict(self._calls)
 
 
-class GroupConnections(Protocol):
-    """The part of a backend's process group that is used here."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
-
-
 class Channel:
     """Collectives of one thread with the same thread of every other rank."""
 
     def __init__(
         self,
-        control: GroupConnections,
+        control: Connections,
         traffic: Traffic,
         directory: RankStatus,
         data: ProcessGroup | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._control: GroupConnections | None = control
+        self._control: Connections | None = control
         self._data = data  # the accelerator's group; None: everything goes through the control group
         self._traffic = traffic
         self._directory = directory
@@ -93,16 +83,21 @@ class Channel:
         self.num_ranks = control.size()
         self.peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         self._num_exchanges = 0
+        self._is_cut = False
+        # Threads of this rank that take part in other ranks' exchanges while this channel's thread waits in `agree`.
+        self.pauses: list[Pause] = []
 
     def cut(self) -> None:
         """Break the connections: every thread waiting on them, on any rank, gets an error immediately."""
-        if self._control is None:
+        control = self._control
+        if control is None:
             return
-        try:
-            # A wait that times out closes all connections; gloo offers no other way to close them.
-            self._control.recv([torch.empty(1)], self.peers[0], _CUT).wait(_AT_ONCE)
-        except RuntimeError:
-            return
+        self._is_cut = True
+        for rank in self.peers:
+            with suppress(RuntimeError):
+                # A wait that times out closes all connections; gloo offers no other way to close them. If this one is
+                # closed already, the wait does not time out.
+                control.recv([torch.empty(1)], rank, _CUT).wait(_AT_ONCE)
 
     def end(self, thread: threading.Thread, wake: Callable[[], None] | None = None) -> None:
         """Join the thread that uses this channel; it has already been told to end.
@@ -129,18 +124,54 @@ class Channel:
         """Release the connections. No thread may be waiting on them."""
         self._control = None
 
-    def agree(self, topic: Topic, say: Sequence[int] = ()) -> list[list[int]]:
-        """Check that every rank is about to do the same exchange. Returns each rank's `say`, by rank."""
-        self._num_exchanges += 1
-        mine = torch.tensor([self._num_exchanges, topic.number, *say], dtype=torch.int64)
-        theirs = {rank: torch.empty_like(mine) for rank in self.peers}
-        self._exchange({r: [mine] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _AGREEMENT, topic.name)
-        said = [theirs.get(rank, mine).tolist() for rank in range(self.num_ranks)]
-        if any(numbers[:2] != said[self.rank][:2] for numbers in said):
-            error = self._directory.divergences[self] = self._divergence(topic, [numbers[1] for numbers in said])
+    def agree(self, topic: Topic, say: Sequence[int] | Callable[[], Sequence[int]] = ()) -> list[list[int]]:
+        """Check that every rank is about to do the same exchange. Returns each rank's `say`, by rank.
+
+        Until every rank is here, other threads of this one take part in what the others still need (`pauses`); a
+        function as `say` is called after that.
+        """
+        for ended in [pause() for pause in self.pauses]:
+            ended()
+        topics, said = self._tell(topic, say() if callable(say) else say)
+        if said is None:
+            error = self._directory.divergences[self] = self._divergence(topic, topics)
             raise error
         self._directory.divergences.pop(self, None)
-        return [numbers[2:] for numbers in said]
+        return said
+
+    def propose(self, topic: Topic) -> list[int]:
+        """Tell every rank what this one wants next; returns the topic number that each rank wants, by rank."""
+        return self._tell(topic, ())[0]
+
+    def _tell(self, topic: Topic, say: Sequence[int]) -> tuple[list[int], list[list[int]] | None]:
+        """Tell every rank a topic and numbers. Returns the topic number of each rank, and what each says.
+
+        None if they differ in the topic, or in how much they say.
+        """
+        self._num_exchanges += 1
+        # Every message has the same length, whatever it is about: what does not fit follows.
+        first, rest = list(say[:_NUM_WORDS]), list(say[_NUM_WORDS:])
+        said = self._swap([topic.number, len(say), *first, *[0] * (_NUM_WORDS - len(first))], topic.name)
+        topics = [numbers[0] for numbers in said]
+        if any(numbers[:2] != said[0][:2] for numbers in said):
+            return topics, None
+        following = self._swap(rest, topic.name) if rest else [[]] * self.num_ranks
+        return topics, [said[r][2 : 2 + len(first)] + following[r] for r in range(self.num_ranks)]
+
+    def _swap(self, numbers: Sequence[int], name: str) -> list[list[int]]:
+        """Exchange the same count of numbers with every rank; by rank."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        theirs = {rank: torch.empty_like(mine) for rank in self.peers}
+        self._exchange({r: [mine] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _AGREEMENT, name)
+        return [theirs.get(rank, mine).tolist() for rank in range(self.num_ranks)]
+
+    def tell(self, topic: Topic, text: str) -> list[str]:
+        """All-gather a text; returns each rank's, by rank."""
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = self.agree(topic, [len(mine)])
+        theirs = {rank: torch.empty(lengths[rank][0], dtype=torch.uint8) for rank in self.peers}
+        self._exchange({r: [mine] for r in self.peers}, {r: [theirs[r]] for r in self.peers}, _AGREEMENT, topic.name)
+        return [bytes(theirs.get(rank, mine).tolist()).decode() for rank in range(self.num_ranks)]
 
     def gather(self, topic: Topic, wholes: Sequence[tuple[torch.Tensor, Sequence[Span]]]) -> None:
         """All-gather: each rank has its own span of each tensor in place and receives all others."""
@@ -150,14 +181,29 @@ class Channel:
         self._exchange(dict.fromkeys(self.peers, own), theirs, _DATA, topic.name)
         self._note(topic, start, sum(part.nbytes for part in own) * len(self.peers))
 
-    def spread(self, topic: Topic, whole: torch.Tensor) -> None:
-        """Broadcast the values of rank 0."""
-        if self.rank == 0:
+    def send_parts(self, topic: Topic, ranks: Collection[int], part: torch.Tensor) -> None:
+        """Send elements of this rank's shard to `ranks`, which call `gather_parts`: this one does not want the unit."""
+        start = time.perf_counter()
+        self._exchange({rank: [part] for rank in sorted(ranks)}, {}, _PART, topic.name)
+        self._note(topic, start, part.nbytes * len(ranks))
+
+    def gather_parts(self, topic: Topic, ranks: Collection[int], whole: torch.Tensor, spans: Sequence[Span]) -> None:
+        """Gather some elements of every rank's shard into `whole`, in host memory; only `ranks` want them."""
+        own = whole[spans[self.rank].start : spans[self.rank].stop]
+        theirs = {rank: [whole[spans[rank].start : spans[rank].stop]] for rank in self.peers}
+        receivers = [rank for rank in sorted(ranks) if rank != self.rank]
+        start = time.perf_counter()
+        self._exchange({rank: [own] for rank in receivers}, theirs, _PART, topic.name)
+        self._note(topic, start, own.nbytes * len(receivers))
+
+    def spread(self, topic: Topic, whole: torch.Tensor, source: int = 0) -> None:
+        """Broadcast the values of one rank."""
+        if self.rank == source:
             start = time.perf_counter()
             self._exchange({rank: [whole] for rank in self.peers}, {}, _DATA, topic.name)
             self._note(topic, start, whole.nbytes * len(self.peers))
         else:
-            self._exchange({}, {0: [whole]}, _DATA, topic.name)
+            self._exchange({}, {source: [whole]}, _DATA, topic.name)
 
     def reduce(self, topic: Topic, rows: Sequence[torch.Tensor], received: torch.Tensor, out: torch.Tensor) -> None:
         """Reduce-scatter: send each rank its row, and sum this rank's rows, in rank order, into `out`.
@@ -197,17 +243,24 @@ class Channel:
         control = self._control
         if control is None:
             raise EngineClosedError(f"the connections between ranks were closed before {name!r} was exchanged")
+        timeout = self._directory.timeout
         for start, parts in ((control.recv, received), (control.send, sent)):
             for rank, tensors in parts.items():
                 try:
                     works += [(rank, start([tensor], rank, tag)) for tensor in tensors if tensor.numel()]
                 except RuntimeError as error:
-                    raise lost_rank(rank, self.rank, name, error, self._directory) from error
+                    raise self._failure(rank, name, error) from error
         for rank, work in works:
             try:
-                work.wait()
+                work.wait(timeout)
             except RuntimeError as error:
-                raise lost_rank(rank, self.rank, name, error, self._directory) from error
+                raise self._failure(rank, name, error) from error
+
+    def _failure(self, rank: int, name: str, error: RuntimeError) -> BaseException:
+        """Return the error to raise when the exchange of `name` with `rank` failed."""
+        if self._is_cut and self._directory.loss is None:
+            return EngineClosedError(f"the connections between ranks were closed while {name!r} was exchanged")
+        return lost_rank(rank, self.rank, name, error, self._directory)
 
     def _exchange_on_accelerator(
         self,
@@ -226,14 +279,11 @@ class Channel:
         wanted: dict[int, list[int]] = {}
         for rank, number in enumerate(numbers):
             wanted.setdefault(number, []).append(rank)
-        name_of = self._directory.name_of
-        sides = "".join(
-            f"\n  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {name_of(number)!r}"
-            for number, ranks in sorted(wanted.items(), key=lambda item: item[1])
-        )
-        error = DivergenceError(
+        sides = ""
+        for number, ranks in sorted(wanted.items(), key=lambda item: item[1]):
+            who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+            sides += f"\n  {who}: {(topic.name if number == topic.number else self._directory.name_of(number))!r}"
+        return DivergenceError(
             f"ranks diverged: mismatched collectives ({topic.kind}){sides}\n"
-            "  fix:   every rank must call the same modules in the same order, the same number of times"
+            "  fix:   every rank must run the same number of batches, backward passes, steps and calls of zero_infinity"
         )
-        error.wanted = tuple(numbers)
-        return error

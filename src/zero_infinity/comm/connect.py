@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.process_group import RankGroup
+from zero_infinity.comm.topics import START
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.partition import Sharding
-
-# Topic number of exchanges before the first step; no unit has this number.
-START = -10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def connect(
         copies=copies,
         updates=ranks.channel("parameters") if sharding.gathers_updates else None,
     )
-    said = channels.steps.agree(Topic("start", START, "the sizes of the model"), [len(unit_names), num_elements])
+    said = channels.steps.agree(START, [len(unit_names), num_elements])
     for rank, theirs in enumerate(said):
         if theirs != said[0]:
             raise UsageError(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import Topic
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core

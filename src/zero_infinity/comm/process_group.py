@@ -1,37 +1,36 @@
-"""The ranks that train one model: their channels, and the notes they exchange through the key-value store.
+"""The ranks that train one model: their channels, and the notes they leave in the key-value store.
 
-The key-value store is the one that torch's process groups use. Each rank leaves notes there, which other ranks read
-when it stops answering, and outcomes that every rank needs before any rank continues.
+Each rank leaves notes there, which other ranks read when it stops answering. No rank waits for a note for long: the
+store does not know whether the one who would leave it is still there.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import cast
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore
 
-from zero_infinity._torch import store_of, timeout_of
-from zero_infinity.comm.channel import Channel, GroupConnections, Traffic
-from zero_infinity.errors import DivergenceError, LostRankError, RankError, UsageError
+from zero_infinity.comm.channel import Channel, Traffic
+from zero_infinity.comm.phases import Phases
+from zero_infinity.comm.topics import FIRST_PHASE, NAMES, OTHER_CALL, Topic
+from zero_infinity.comm.transport import TorchTransport, Transport, num_local_ranks
+from zero_infinity.errors import DivergenceError, LostRankError, UsageError, again
 from zero_infinity.trace import Trace
 
 # A lost rank may close its connections before it writes its note: wait this long for the note.
 _NOTE_SECONDS = 0.5
+# How long rank 0 stays alive after it has lost a rank: the others still read from its store whom.
+_STORE_SECONDS = 2.0
 _CPU = torch.device("cpu")
-# Prefixes of engines in the group's store. The members of a group create engines on it in the same order.
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_CONNECTING = -20  # topic number of the exchange before connections are made
 
 
 def find_group(
@@ -54,65 +53,71 @@ def find_group(
             "this process is not a member of the given process group\n"
             "  fix:   call zi.prepare on the ranks of the group only"
         )
-    return RankGroup(group, make_traffic()) if group.size() > 1 else None
+    return RankGroup(TorchTransport(group), make_traffic(), group) if group.size() > 1 else None
 
 
 class RankGroup:
     """One engine's view of its ranks."""
 
-    def __init__(self, group: ProcessGroup, traffic: Traffic) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.num_ranks = group.size()
-        number = next(_numbers[group.group_name])
-        self._store = PrefixStore(f"zero_infinity/{number}", store_of(group))
-        self._timeout = _timeout_of(group)
-        # The ranks that share this machine's memory, according to torchrun.
-        self.num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
+    def __init__(self, transport: Transport, traffic: Traffic, group: ProcessGroup | None = None) -> None:
+        self.group = group  # of torch
+        self.rank = transport.rank
+        self.num_ranks = transport.num_ranks
+        self.timeout = transport.timeout
+        self.num_local_ranks = num_local_ranks(self.num_ranks)
         self.traffic = traffic
+        self._transport = transport
+        self._store = transport.store
         self._trace: Trace | None = None
         self.names: dict[int, str] = {}  # of topics, by number
         self.divergences: dict[object, DivergenceError] = {}
+        self.loss: LostRankError | None = None
+        self._losing = threading.Lock()
         self._num_steps = 0
-        # Numbers of calls in which ranks exchange values; each value can be set only once.
+        # Numbers of the calls in which ranks agree.
         self.call_numbers = itertools.count()
         self._noted = False
+        self._meeting: Channel | None = None  # of the thread that prepares, trains and saves
         self._channels: list[Channel] = []
+
+    # ------------------------------------------------------------------ channels
+
+    @property
+    def phases(self) -> Phases:
+        """For the thread that prepares, trains and saves. All ranks use it for the first time together."""
+        return Phases(self._met())
 
     def channel(self, purpose: str, device: torch.device = _CPU) -> Channel:
         """Create a channel for one thread and tensors on `device`. All ranks create the same ones in the same order."""
-        data = None if device.type == "cpu" else self._accelerator_group(device)
-        name = f"wire/{len(self._channels)}"
+        # Connecting to a rank that is gone takes until a timeout, so it begins when all are there.
+        over = self._met()
+        over.agree(Topic("connections", _CONNECTING, f"connections for {purpose}"))
+        return self._connect(purpose, over, None if device.type == "cpu" else self._transport.group_on(device))
+
+    def _met(self) -> Channel:
+        if self._meeting is None:
+            before, over = self._transport.meet(), None
+            if before is not None:
+                over = Channel(before, self.traffic, self)
+                over.agree(Topic("connections", _CONNECTING, "zi.prepare or zi.init"))
+            self._meeting = self._connect("phases", over)
+        return self._meeting
+
+    def _connect(self, purpose: str, over: Channel | None, data: ProcessGroup | None = None) -> Channel:
+        self.check()
         try:
-            # Not dist.new_group: the names it generates depend on how many groups a process currently has, and each
-            # rank's garbage collector decides when a group goes away.
-            control = ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.num_ranks, self._timeout)
+            control = self._transport.connect(f"wire/{len(self._channels)}")
         except RuntimeError as lost:
+            # By this the rank that is gone gets its name; the first exchange may still find what it sent before.
+            if over is not None:
+                for _ in range(2):
+                    over.agree(Topic("connections", _CONNECTING, f"connections for {purpose}"))
             raise LostRankError(
                 f"rank {self.rank} could not connect to every other rank for {purpose}\n  why:   {_first_line(lost)}"
             ) from lost
-        channel = Channel(cast(GroupConnections, control), self.traffic, self, data, self._trace)
+        channel = Channel(control, self.traffic, self, data, self._trace)
         self._channels.append(channel)
         return channel
-
-    def _accelerator_group(self, device: torch.device) -> ProcessGroup:
-        """A group of the same ranks, with the backend that the user's group has for the device.
-
-        Never destroyed: torch names a group by the groups that a process has, and ranks would end theirs at different
-        times.
-        """
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
-        backend = backends.get(device.type)
-        if backend is None:
-            raise UsageError(
-                f"the process group has no backend for tensors on {device.type}: {backends}\n"
-                f"  fix:   torch.distributed.init_process_group() without backend=, or a backend for {device.type}"
-            )
-        ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, self._timeout, backend, use_local_synchronization=True)
-        if not isinstance(group, ProcessGroup):
-            raise UsageError("this process is not a member of the given process group")
-        return group
 
     def trace_into(self, trace: Trace) -> None:
         """Record the exchanges of channels created from now on."""
@@ -126,6 +131,42 @@ class RankGroup:
         """Release the connections."""
         for channel in self._channels:
             channel.close()
+
+    # ------------------------------------------------------------------ lost ranks
+
+    def check(self) -> None:
+        """Raise if a rank is lost."""
+        if self.loss is not None:
+            raise again(self.loss)
+
+    def lose(self, rank: int, error: LostRankError, note: str) -> None:
+        """A rank is lost: leave the note for the others, and end every exchange of this rank.
+
+        The others, which may wait for this rank, then end as well.
+        """
+        with self._losing:
+            if self.loss is not None:
+                return
+            with suppress(RuntimeError):  # the store's process is gone: they see that
+                self._store.set(f"lost/{self.rank}", str(rank))
+            self.note(note)
+            self.loss = error
+        for channel in self._channels:
+            channel.cut()
+        if self.rank == 0:
+            time.sleep(_STORE_SECONDS)
+
+    def lost_first(self, rank: int) -> int:
+        """Return the rank that was lost first, of which the silence of `rank` is a consequence."""
+        seen = [self.rank]
+        try:
+            while rank not in seen:
+                seen.append(rank)
+                if self._store.check([f"lost/{rank}"]):
+                    rank = int(self._store.get(f"lost/{rank}"))
+        except RuntimeError:  # the store's process is gone
+            return seen[-1]
+        return seen[-1]
 
     # ------------------------------------------------------------------ notes
 
@@ -153,81 +194,17 @@ class RankGroup:
                 time.sleep(0.01)
             others = [r for r in range(self.num_ranks) if r != self.rank and self._store.check([f"note/{r}"])]
             return [f"rank {r} {self._store.get(f'note/{r}').decode()}" for r in others]
-        except RuntimeError:  # the store's process is gone
-            return []
+        except RuntimeError:
+            return ["the ranks' key-value store is gone, with rank 0 or with the launcher that hosts it"]
 
     def name_of(self, number: int) -> str:
         """Return the name of the topic with this number."""
-        return self.names.get(number, f"#{number}")
-
-    @contextmanager
-    def agreed(self, phase: str) -> Iterator[None]:
-        """Continue after `phase` only if it succeeded on every rank."""
-        try:
-            yield
-        except Exception as error:
-            self.all_well(phase, error)
-            raise
-        self.all_well(phase, None)
-
-    def tell(self, what: str, value: str) -> list[str]:
-        """Exchange one value per rank; returns all of them by rank. Each `what` can be used once."""
-        try:
-            self._store.set(f"{what}/{self.rank}", value)
-        except RuntimeError as lost:
-            raise LostRankError(f"the ranks' key-value store is gone ({lost})") from lost
-        return [self._told(what, rank) for rank in range(self.num_ranks)]
+        unknown = OTHER_CALL if number >= FIRST_PHASE else f"#{number}"
+        return self.names.get(number) or NAMES.get(number, unknown)
 
     def is_first_to(self, act: str) -> bool:
         """True if no rank has asked this before."""
         return bool(self._store.add(f"first/{act}", 1) == 1)
-
-    def all_same(self, what: str, value: str, fix: str) -> None:
-        """Raise if ranks differ in `what`."""
-        found = self.tell(what, value)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise UsageError(f"rank {rank} differs from rank 0 in {what}: {other} and {found[0]}\n  fix:   {fix}")
-
-    def smallest(self, what: str, value: int) -> int:
-        """Return the smallest value of `what` over all ranks."""
-        return min(map(int, self.tell(what, str(value))))
-
-    def all_well(self, phase: str, error: Exception | None) -> None:
-        """Tell the other ranks the outcome of `phase` here, and raise if it failed on any rank."""
-        try:
-            self._store.set(f"{phase}/{self.rank}", f"{type(error).__name__}: {error}" if error is not None else "")
-        except RuntimeError as lost:
-            raise error or LostRankError(f"the ranks' key-value store is gone ({lost})") from error
-        if error is not None:
-            raise error
-        for rank in range(self.num_ranks):
-            outcome = self._told(phase, rank)
-            if outcome:
-                failure = RankError(f"rank {rank} failed in {phase}: {outcome}")
-                failure.failed_rank = rank
-                raise failure
-
-    def _told(self, phase: str, rank: int) -> str:
-        key = f"{phase}/{rank}"
-        try:
-            self._store.wait([key], self._timeout)
-            return str(self._store.get(key).decode())
-        except RuntimeError as lost:
-            raise LostRankError(
-                f"rank {rank} did not complete {phase} ({lost})\n"
-                "  fix:   read that rank's output; it hangs or has ended"
-            ) from lost
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout that the user set for the group, or torch's default."""
-    for device in ("cpu", torch.accelerator.current_accelerator() or "cpu"):
-        try:
-            return timeout_of(group, torch.device(device))
-        except (RuntimeError, AttributeError):
-            continue
-    return timedelta(minutes=30)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,8 +4,12 @@ Whole gradients come in and are sent as rows, one per rank, through buckets of c
 with the model. A row that lies inside one gradient is sent without a copy; a row that spans several gradients, or is
 sent in another dtype, is first copied into the bucket. Small units share a bucket.
 
-A single thread does this, in submission order, which is the same on every rank. On an accelerator it launches the work
-on a stream of the device, where gradients are summed; only this rank's shard of the sum is downloaded.
+A single thread does this, in the order that all ranks agree on (`proposals.py`). A rank that has no gradients of a unit
+now (an *absent* unit) takes part in its sum with zeros, and gets its shard. Such a sum is *partial*, as this rank may
+submit gradients of that unit later.
+
+On an accelerator the thread launches the work on a stream of the device, where gradients are summed; only this rank's
+shard of the sum is downloaded.
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ from typing import Protocol
 
 import torch
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.proposals import Proposals
+from zero_infinity.comm.topics import PAUSE, Topic
 from zero_infinity.errors import EngineClosedError, again
+from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.policy.partition import ShardLayout, Span
 
@@ -78,13 +85,23 @@ class LocalGradients:
                 ]
 
 
+class SumKind:
+    """Whether a sum has the gradients of every rank."""
+
+    __slots__ = ("is_partial",)
+
+    def __init__(self) -> None:
+        self.is_partial = False  # not every rank had submitted its gradients; valid once the sum is made
+
+
 class ReducedShard:
     """The average over ranks of the elements `span` of a unit, available once it is ready."""
 
-    __slots__ = ("_download", "_elements", "_error", "_ready", "span")
+    __slots__ = ("_download", "_elements", "_error", "_ready", "kind", "span")
 
     def __init__(self, span: Span) -> None:
         self.span = span
+        self.kind = SumKind()
         self._download: PendingDownload | None = None
         self._elements: torch.Tensor | None = None
         self._error: BaseException | None = None
@@ -126,6 +143,13 @@ class _Task:
     computed: torch.Event | None  # after the gradients, on an accelerator
 
 
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """The submitting thread waits until every rank does."""
+
+    ended: threading.Event
+
+
 class ReduceScatter:
     """Averages gradients over ranks on its own thread."""
 
@@ -136,15 +160,20 @@ class ReduceScatter:
         *,
         wire_dtype: torch.dtype | None,
         all_reduce: bool,
+        absent: Callable[[int], LocalGradients],
         accelerator: GradientDevice | None = None,
     ) -> None:
+        """`absent`: returns the gradients of the unit with this number where there are none."""
         self._channel = channel
+        self._proposals = Proposals(channel)
+        self._absent = absent
+        self._absent_sums: list[tuple[int, ReducedShard]] = []
         self._accelerator = accelerator
         self._device = accelerator.device if accelerator is not None else torch.device("cpu")
         self._bucket_bytes = bucket_bytes  # for all rows sent, and the same again for rows received
         self._dtype = wire_dtype  # None: the dtype of the gradients
         self._all_reduce = all_reduce  # every rank gets the whole average (stage 0)
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | _Pause | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._buckets: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
         self._thread = threading.Thread(target=self._work, name="zero-infinity-reduce", daemon=True)
@@ -152,12 +181,31 @@ class ReduceScatter:
 
     def submit(self, topic: Topic, units: Sequence[LocalGradients], released: Callable[[], None]) -> list[ReducedShard]:
         """Average these gradients over all ranks. `released` is called once the gradients are no longer needed."""
-        results = [
-            ReducedShard(Span(0, unit.shards.num_elements) if self._all_reduce else unit.shards.owned) for unit in units
-        ]
+        results = [self._result_of(unit) for unit in units]
         computed = self._accelerator.computed() if self._accelerator is not None else None
         self._tasks.put(_Task(topic, list(units), results, released, computed))
         return results
+
+    def _result_of(self, unit: LocalGradients) -> ReducedShard:
+        return ReducedShard(Span(0, unit.shards.num_elements) if self._all_reduce else unit.shards.owned)
+
+    def pause(self) -> Callable[[], None]:
+        """From now on take part in the sums of other ranks. Call the result to wait until every rank pauses."""
+        pause = _Pause(threading.Event())
+        self._tasks.put(pause)
+
+        def wait() -> None:
+            with through():
+                pause.ended.wait()
+            if self._error is not None:
+                raise again(self._error)
+
+        return wait
+
+    def take_absent(self) -> list[tuple[int, ReducedShard]]:
+        """Return the sums that this rank took part in without gradients, by unit number; during a pause only."""
+        taken, self._absent_sums = self._absent_sums, []
+        return taken
 
     def close(self) -> None:
         """End the thread after its current task."""
@@ -169,11 +217,13 @@ class ReduceScatter:
     def _work(self) -> None:
         use_one_core()
         while (task := self._tasks.get()) is not None:
+            if isinstance(task, _Pause):
+                self._end_pause(task)
+                continue
             try:
                 if self._error is not None:
                     raise again(self._error)
-                with torch.no_grad(), self._launching(task):
-                    self._reduce(task)
+                self._reduce_in_turn(task)
             except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the result
                 self._error = error.with_traceback(None)
                 for result in task.results:
@@ -182,13 +232,43 @@ class ReduceScatter:
             task.released()
             del task
 
+    def _end_pause(self, pause: _Pause) -> None:
+        try:
+            while self._error is None and (chosen := self._proposals.choose(PAUSE)) is not None:
+                self._take_part(chosen.number)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            self._error = error.with_traceback(None)
+        pause.ended.set()
+
+    def _reduce_in_turn(self, task: _Task) -> None:
+        """Reduce this task, after what other ranks want first."""
+        while (chosen := self._proposals.choose(task.topic)) is not None:
+            if chosen.number != task.topic.number:
+                self._take_part(chosen.number)
+                continue
+            for result in task.results:
+                result.kind.is_partial = not chosen.is_common
+            with torch.no_grad(), self._launching(task):
+                self._reduce(task)
+            return
+
+    def _take_part(self, number: int) -> None:
+        """Take part in the sum of a unit of which this rank has submitted no gradients."""
+        unit = self._absent(number)
+        result = self._result_of(unit)
+        result.kind.is_partial = True
+        computed = self._accelerator.computed() if self._accelerator is not None else None
+        task = _Task(Topic("gradient sum", number, f"unit {number}"), [unit], [result], _nothing, computed)
+        with torch.no_grad(), self._launching(task):
+            self._reduce(task)
+        self._absent_sums.append((number, result))
+
     def _launching(self, task: _Task) -> AbstractContextManager[object]:
         if self._accelerator is None or task.computed is None:
             return nullcontext()
         return self._accelerator.reducing(task.computed)
 
     def _reduce(self, task: _Task) -> None:
-        self._channel.agree(task.topic)
         sums = [
             torch.zeros(len(result.span), dtype=unit.sum_dtype, device=self._device)
             for result, unit in zip(task.results, task.units, strict=True)
@@ -281,3 +361,7 @@ def _row(pieces: list[_Piece], rank: int, bucket: torch.Tensor) -> torch.Tensor:
         piece.unit.copy(span, bucket[done : done + len(span)])
         done += len(span)
     return bucket[:done]
+
+
+def _nothing() -> None:
+    return None

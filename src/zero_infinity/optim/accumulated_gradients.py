@@ -78,6 +78,17 @@ class AccumulatedGradients:
             with self._host_cache.reading(chunk.gradient) as memory:
                 flat[segment.start : segment.stop] = part_of(memory, segment, flat.dtype)
 
+    def squares(self, parameters: Iterable[ManagedParameter]) -> Iterator[tuple[Segment, float]]:
+        """Yield the sum of squares of each segment that this rank updates."""
+        for parameter in parameters:
+            record = self._records[parameter.unit]
+            for chunk, segment in self._places[parameter]:
+                if chunk in record.chunks:
+                    with self._host_cache.reading(chunk.gradient) as memory:
+                        part = part_of(memory, segment, record.dtype)
+                        norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+                    yield segment, norm.square().item()
+
     def expire(self, units: Iterable[Unit]) -> None:
         """The contents of these units' gradient blocks are no longer needed."""
         for unit in units:

@@ -29,12 +29,37 @@ class FreshGradients(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
+    @property
+    def is_partial(self) -> bool:
+        """True if other gradients of the same backward may follow. Waits."""
+
     def part(self, segment: Segment) -> torch.Tensor | None:
         """Return the elements of `segment`, which may be modified; None if its parameter has none. Waits."""
 
 
+class PostponedGradients:
+    """Gradients of an update that was not made, since they are partial: they wait for `step()`."""
+
+    is_ready = True
+    is_partial = True
+
+    def __init__(self) -> None:
+        self._parts: dict[Segment, torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def put(self, segment: Segment, gradient: torch.Tensor) -> None:
+        self._parts[segment] = gradient
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        return self._parts.get(segment)
+
+
 class WholeGradients:
     """Gradients as computed by autograd, flat, by parameter."""
+
+    is_partial = False
 
     def __init__(self, flats: Mapping[ManagedParameter, FlatGradient]) -> None:
         self._flats = flats
@@ -59,6 +84,8 @@ class UnitUpdate:
     rule: UpdateRule
     factors: tuple[torch.Tensor, ...]  # gradients are multiplied by each in turn (unscale, clip)
     done: Callable[[], None]
+    postponed: PostponedGradients = field(default_factory=PostponedGradients)
+    keeps_gradients: bool = False  # retained gradients, multiplied by `factors`, stay in their blocks
     _states: list[tuple[ManagedParameter, tuple[str, ...], Scalars]] = field(default_factory=list)
 
     @property
@@ -76,14 +103,18 @@ class UnitUpdate:
 
     def apply(self, chunk: Chunk, store: BlockStore) -> None:
         """Update one chunk. New scalars are stored at the end, because the other chunks need the old ones."""
+        is_partial = False
         try:
+            is_partial = self.fresh.is_partial
             with ExitStack() as stack:
                 values = stack.enter_context(store.changing(self.record.unit.the_block())).view(self.record.unit.dtype)
                 states = stack.enter_context(store.changing(chunk.record)) if chunk.record else None
                 kept = stack.enter_context(store.changing(chunk.gradient)) if self.retained else None
                 for segment in chunk.segments:
                     gradient = self._gradient_of(segment, kept)
-                    if gradient is not None:
+                    if gradient is not None and is_partial:
+                        self.postponed.put(segment, gradient.clone())
+                    elif gradient is not None:
                         start = time.perf_counter()
                         new = self._update_segment(segment, chunk, values, states, gradient)
                         self._states.append((segment.parameter, *new))
@@ -91,9 +122,13 @@ class UnitUpdate:
                             self._note(store.trace, segment, start)
         finally:
             for block in self.blocks(chunk)[1:]:
-                store.unhold(block, dirty=block is chunk.record)
+                store.unhold(block, dirty=(block is chunk.record and not is_partial) or self.keeps_gradients)
 
     def finish(self, store: BlockStore) -> None:
+        if self.fresh.is_partial:
+            store.unhold(self.record.unit.the_block(), dirty=False)
+            self._end()
+            return
         store.unhold(self.record.unit.the_block(), dirty=True)
         updated = {parameter for parameter, _, _ in self._states}
         for parameter in self.hyperparameters:
@@ -103,7 +138,11 @@ class UnitUpdate:
             self.record.started[parameter] = names
             self.record.scalars[parameter] = scalars
             parameter.state.edits_taken()
+        self._end()
+
+    def _end(self) -> None:
         self.done()
+        self.fresh = self.postponed  # whoever still has this job needs the gradients no more
 
     def _note(self, trace: Trace, segment: Segment, start: float) -> None:
         """Record the update of a segment."""

@@ -29,13 +29,6 @@ def clip_factor(norms: Norms, parameters: Sequence[nn.Parameter], max_norm: floa
     return total_norm(found), _factor(total_norm(found), max_norm)
 
 
-def clip(found: Sequence[tuple[torch.Tensor, torch.Tensor]], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same for pairs of a parameter and the norm of its gradient or of a part of it."""
-    norms = whole_norms([norm for _, norm in found], [parameter for parameter, _ in found])
-    norm = total_norm([(parameter, norm) for (parameter, _), norm in zip(found, norms, strict=True)])
-    return norm, _factor(norm, max_norm)
-
-
 def total_norm(norms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Return the norm of all gradients together."""
     if not norms:

@@ -1,76 +1,158 @@
 """Probes whether an optimizer is element-wise, and which per-element state it keeps.
 
-This is tested, not assumed: the probe runs the class on a small tensor, whole and in slices, and compares. Classes that
-cannot be streamed are refused here.
+This is tested, not assumed: some steps of the optimizer itself on whole parameters are compared with updates of slices
+as the engine does them. Classes that cannot be streamed are refused here, with the reason.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zero_infinity._torch import copy_without_step_hooks, plain_step
 from zero_infinity.errors import UsageError
-from zero_infinity.optim.update_rule import Hyperparameters, UpdateRule, hyperparameters_of, split_state
+from zero_infinity.optim.group_settings import advanced, same
+from zero_infinity.optim.update_rule import Scalars, UpdateRule, copy_scalars, hyperparameters_of, split_state
 
-# Large enough for several slices, with a tail that is not a multiple of the vector width.
-_PROBE_SHAPE = (13, 37)
-_PROBE_CUT = 192
-_PROBE_STEPS = 3
+# A matrix and a vector, cut into several slices with a tail that is not a multiple of the vector width; and a matrix
+# that is large enough, whole and in slices, for optimizers that treat small parameters differently (8-bit states).
+_SHAPES_AND_CUTS = (((13, 37), 192), ((70,), 32), ((80, 128), 4160))
+# Some optimizers change after the first steps: a bias is rectified, a basis is chosen.
+_PROBE_STEPS = 8
 
 _REFUSED = {
     "LBFGS": "it needs a closure that evaluates the model several times in one step",
     "SparseAdam": "it needs sparse gradients, which are not streamed",
-    "Muon": "it orthogonalises whole matrices, so updating a slice differs from updating the whole",
     "Adafactor": "it keeps row and column statistics of whole matrices",
 }
+_MUON = "it orthogonalises whole matrices, so updating a slice differs from updating the whole"
 
 
 def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of this group's per-element state; raises `UsageError` if slices differ from the whole."""
     kind = type(optimizer).__name__
-    if kind in _REFUSED:
-        raise UsageError(_refusal(kind, _REFUSED[kind]))
-    rule = UpdateRule(optimizer)
-    hyperparameters = hyperparameters_of(group)
+    reason = _known_reason(optimizer, kind)
+    if reason is not None:
+        raise UsageError(_refusal(kind, reason))
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_PROBE_SHAPE, generator=generator).to(dtype)
-    gradients = [torch.randn(_PROBE_SHAPE, generator=generator).to(dtype) for _ in range(_PROBE_STEPS)]
-    try:
-        whole, names = _run(rule, start, gradients, hyperparameters, cut=start.numel())
-        sliced, _ = _run(rule, start, gradients, hyperparameters, cut=_PROBE_CUT)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(_refusal(kind, f"it fails on a flat slice of a parameter ({error})")) from error
-    if not torch.equal(whole, sliced):
+    starts = [torch.randn(shape, generator=generator).to(dtype) for shape, _ in _SHAPES_AND_CUTS]
+    gradients = [[torch.randn(t.shape, generator=generator).to(dtype) for t in starts] for _ in range(_PROBE_STEPS)]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            whole = _Whole(optimizer, group, starts)
+            whole.step(gradients[0])
+        except Exception as error:
+            raise UsageError(_refusal(kind, f"it fails on parameters of its own ({_first_line(error)})")) from error
+        try:
+            sliced = [
+                _Sliced(optimizer, group, start, cut) for start, (_, cut) in zip(starts, _SHAPES_AND_CUTS, strict=True)
+            ]
+            for step, now in enumerate(gradients):
+                if step:
+                    whole.step(now)
+                for one, gradient in zip(sliced, now, strict=True):
+                    one.step(gradient)
+                _compare(kind, whole, sliced)
+        except UsageError:
+            raise
+        except Exception as error:
+            reason = f"it fails on a flat slice of a parameter ({_first_line(error)})"
+            raise UsageError(_refusal(kind, reason)) from error
+    names = {one.names for one in sliced}
+    if len(names) > 1:
+        raise UsageError(_refusal(kind, "its states depend on the size of a parameter"))
+    return names.pop()
+
+
+class _Whole:
+    """The optimizer itself, with parameters of its own in this group."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], starts: list[torch.Tensor]) -> None:
+        self.values = [start.clone() for start in starts]
+        self._optimizer = copy_without_step_hooks(optimizer)
+        self._optimizer.state = defaultdict(dict)
+        self._optimizer.param_groups = [{**copy.deepcopy(hyperparameters_of(group)), "params": self.values}]
+        self._step = plain_step(type(optimizer))
+
+    @property
+    def group(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer.param_groups[0]
+        return found
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        for value, gradient in zip(self.values, gradients, strict=True):
+            value.grad = gradient.clone()
+        self._step(self._optimizer)
+
+
+class _Sliced:
+    """One parameter, updated in slices as the engine does."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], start: torch.Tensor, cut: int) -> None:
+        self.values = start.clone()
+        self.group = copy.deepcopy(hyperparameters_of(group))
+        self.names: tuple[str, ...] = ()
+        self._rule = UpdateRule(optimizer)
+        self._cut = cut
+        self._pieces = list(self.values.view(-1).split(cut))
+        self._states: list[dict[str, torch.Tensor]] = [{} for _ in self._pieces]
+        self._scalars: Scalars = {}
+
+    def step(self, gradient: torch.Tensor) -> None:
+        scalars: Scalars = {}
+        for index, part in enumerate(gradient.view(-1).split(self._cut)):
+            piece = self._pieces[index]
+            state = self._rule.apply(piece, part.clone(), self._states[index], copy_scalars(self._scalars), self.group)
+            self._states[index], scalars = split_state(state, piece.shape)
+            self._check(piece, self._states[index], scalars)
+            self.names = tuple(self._states[index])
+        self._scalars = scalars
+        self.group.update(advanced(self._rule, self.group))
+
+    def _check(self, piece: torch.Tensor, tensors: dict[str, torch.Tensor], scalars: Scalars) -> None:
+        kind = self._rule.kind
+        for name, value in scalars.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                raise UsageError(_refusal(kind, f"state {name!r} does not have the parameter's shape"))
+        for name, value in tensors.items():
+            if type(value) is not torch.Tensor:
+                reason = f"state {name!r} is a {type(value).__name__}, whose bytes are not one number per element"
+                raise UsageError(_refusal(kind, reason))
+            if value.dtype != piece.dtype:
+                raise UsageError(_refusal(kind, f"state {name!r} is {value.dtype}, and records are {piece.dtype}"))
+
+
+def _compare(kind: str, whole: _Whole, sliced: list[_Sliced]) -> None:
+    """Raise if the two ways have come to different values."""
+    for name, value in whole.group.items():
+        if name != "params" and not all(same(one.group.get(name), value) for one in sliced):
+            reason = f"it computes {name!r} in its parameter group from all gradients together"
+            raise UsageError(_refusal(kind, reason))
+    if not all(torch.equal(one.values, value) for one, value in zip(sliced, whole.values, strict=True)):
         raise UsageError(_refusal(kind, "updating a slice of a parameter differs from updating the whole"))
-    return names
 
 
-def _run(
-    rule: UpdateRule, start: torch.Tensor, gradients: list[torch.Tensor], hyperparameters: Hyperparameters, cut: int
-) -> tuple[torch.Tensor, tuple[str, ...]]:
-    values = start.clone()
-    names: tuple[str, ...] = ()
-    whole = cut >= values.numel()
-    pieces = [values] if whole else list(values.view(-1).split(cut))
-    states: list[dict[str, Any]] = [{} for _ in pieces]
-    for gradient in gradients:
-        parts = [gradient] if whole else list(gradient.view(-1).split(cut))
-        for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
-            tensors, scalars = split_state(states[index], piece.shape)
-            states[index] = rule.apply(piece, part.clone(), tensors, scalars, hyperparameters)
-            for name, value in states[index].items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != piece.shape:
-                    raise UsageError(_refusal(rule.kind, f"state {name!r} does not have the parameter's shape"))
-            names = tuple(split_state(states[index], piece.shape)[0])
-    return values, names
+def _known_reason(optimizer: Optimizer, kind: str) -> str | None:
+    if kind in _REFUSED:
+        return _REFUSED[kind]
+    if "muon" in kind.lower():
+        return _MUON
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        return "its train() and eval() exchange all weights with averaged ones, outside of a step"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    """What happened, briefly."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _refusal(kind: str, reason: str) -> str:
     return (
-        f"torch.optim.{kind} cannot be streamed: {reason}\n"
-        "  fix:   use an element-wise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, ...)"
+        f"the optimizer {kind} cannot be streamed: {reason}\n"
+        "  fix:   use an element-wise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Lion, ...)"
     )

@@ -13,12 +13,20 @@ from zero_infinity.trace import DEVICE, HOST, Category, Trace
 class FlatGradient:
     """A gradient in the dtype of its optimizer record, to be waited for where it is used."""
 
-    __slots__ = ("_dtype", "_tensor", "_transfer", "nbytes")
+    __slots__ = ("_divisor", "_dtype", "_tensor", "_transfer", "nbytes")
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, transfer: DeviceTransfer = FINISHED) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        transfer: DeviceTransfer = FINISHED,
+        *,
+        divisor: float = 1.0,
+    ) -> None:
         self._tensor = tensor
         self._dtype = dtype
         self._transfer = transfer
+        self._divisor = divisor
         self.nbytes = tensor.numel() * dtype.itemsize
 
     @property
@@ -31,11 +39,20 @@ class FlatGradient:
         self._transfer = FINISHED
         if self._tensor.dtype != self._dtype:
             self._tensor = self._tensor.to(self._dtype)
+        if self._divisor != 1:
+            self._tensor.div_(self._divisor)
+            self._divisor = 1.0
         return self._tensor
 
 
 def download(
-    flat: torch.Tensor, dtype: torch.dtype, accelerator: ComputeDevice, unit_name: str, trace: Trace | None
+    flat: torch.Tensor,
+    dtype: torch.dtype,
+    accelerator: ComputeDevice,
+    unit_name: str,
+    trace: Trace | None,
+    *,
+    divisor: float,
 ) -> FlatGradient:
     """Start to copy a flat gradient into host memory, in its own dtype: it is converted to `dtype` there."""
     start = time.perf_counter()
@@ -43,4 +60,4 @@ def download(
     if trace is not None:
         seconds = time.perf_counter() - start
         trace.span(unit_name, Category.GRADIENT, f"{DEVICE} to {HOST}", start, seconds, here.nbytes)
-    return FlatGradient(here, dtype, transfer)
+    return FlatGradient(here, dtype, transfer, divisor=divisor)

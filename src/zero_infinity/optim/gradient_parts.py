@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+from zero_infinity.optim.loss_scale import LossScale
 from zero_infinity.optim.state_records import StateRecord
 from zero_infinity.params.unit import Unit
 from zero_infinity.params.unit_values import ValueSources
@@ -26,6 +27,7 @@ class GradientParts:
     records: dict[Unit, StateRecord]
     run_trace: RunTrace | None
     accelerator: ComputeDevice | None  # the device that computes gradients; None: the CPU
+    loss_scale: LossScale | None  # what backward multiplies gradients by
 
 
 @dataclass(frozen=True, slots=True)

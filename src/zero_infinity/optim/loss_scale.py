@@ -1,20 +1,24 @@
 """Dynamic loss scaling for models that compute in float16, without changes to the training loop.
 
-Gradients of float16 activations underflow, so they are scaled up where they enter the model and scaled down before the
-update. They enter through the model's outputs: each output passes through an identity whose backward multiplies by the
-scale. (A hook on the output would scale twice if the model computes its loss from its own output.)
+Gradients of float16 activations underflow, so a backward begins with the scale instead of one (`scaled_backward.py`),
+and each gradient of a parameter is divided by it as it arrives, in the dtype of its optimizer record. So everything
+after that (accumulation, norms, gradients that the user sees or sets) knows nothing of a scale. (Between ranks they
+are sent with the scale, if they are sent in float16.) A gradient of a backward that was not scaled is refused.
 
 The scale halves when a gradient overflows (that step is skipped) and doubles after a long run without overflow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_infinity._torch import current_graph_task_id
+from zero_infinity.errors import UsageError
 from zero_infinity.params.uncopied_hook import Hook
 
 _FIRST_SCALE = 2.0**16
@@ -28,6 +32,7 @@ class LossScale:
         self.scale = _FIRST_SCALE
         self.num_skipped = 0
         self._num_good = 0
+        self.applied: float | None = None  # what the backward that runs began with
 
     def state_dict(self) -> dict[str, float]:
         """Return the state to save in a checkpoint."""
@@ -37,15 +42,33 @@ class LossScale:
         self.scale = float(state["scale"])
         self.num_skipped, self._num_good = int(state["num_skipped"]), int(state["num_good"])
 
-    def unscale_factor(self, norms: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """Return the factor that undoes the scale, and adjust the scale for the next step.
+    @contextmanager
+    def applying(self, factor: float) -> Iterator[None]:
+        """Inside, a backward runs that began with `factor`."""
+        self.applied = factor
+        try:
+            yield
+        finally:
+            self.applied = None
 
-        `norms`: of all gradients. None if one of them overflowed: the step must be skipped.
-        """
+    @property
+    def divisor(self) -> float:
+        """What a gradient that arrives now has to be divided by."""
+        if current_graph_task_id() < 0:
+            return 1.0  # set by hand
+        if self.applied is None:
+            raise UsageError(
+                "a backward through a float16 model began without its loss scale, so gradients have underflowed\n"
+                "  fix:   call loss.backward() in the thread that computed the loss, after a forward with gradients "
+                'enabled (checkpoint the whole model with use_reentrant=False); or compute_dtype="bfloat16"'
+            )
+        return self.applied
+
+    def skips(self, norms: Iterable[torch.Tensor]) -> bool:
+        """Adjust the scale for the next step; True if one of these norms, of all gradients, overflowed."""
         overflowed = not all(torch.isfinite(norm).item() for norm in norms)
-        unscale = torch.tensor(1.0 / self.scale)
         self.judge(overflowed=overflowed)
-        return None if overflowed else unscale
+        return overflowed
 
     def judge(self, *, overflowed: bool) -> None:
         """Adjust the scale after a step whose gradients overflowed or not."""
@@ -58,33 +81,6 @@ class LossScale:
         if self._num_good == _GROW_AFTER:
             self.scale *= 2
             self._num_good = 0
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, loss_scale: LossScale) -> torch.Tensor:
-        ctx.loss_scale = loss_scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.loss_scale.scale, None
-
-
-class ScaleOutputs(Hook):
-    """After the model's forward: scales the gradient of every output that has one."""
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return _map_tensors(output, self._scaled)
-
-    def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or not tensor.is_floating_point():
-            return tensor
-        scaled: torch.Tensor = _ScaleGradient.apply(tensor, self._loss_scale)  # type: ignore[no-untyped-call]
-        return scaled
 
 
 class CastInputs(Hook):

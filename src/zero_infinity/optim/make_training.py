@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +13,18 @@ from zero_infinity.comm.gather_updates import UpdateAllGather
 from zero_infinity.comm.reduce_scatter import GradientDevice, ReduceScatter
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.group_settings import GroupSettings
 from zero_infinity.optim.loss_scale import LossScale
 from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
 from zero_infinity.optim.optimizer_state_io import OptimizerStateIO
+from zero_infinity.optim.reduced_gradients import local_gradients
 from zero_infinity.optim.resident_params import ResidentParameters
+from zero_infinity.optim.scaled_backward import BackwardScaling
 from zero_infinity.optim.sharded_gradients import GradientCollectives, ShardedGradients
 from zero_infinity.optim.training_observer import TrainingObserver
 from zero_infinity.optim.training_step import TrainingStep
 from zero_infinity.params.moe_routing import ExpertRouting
-from zero_infinity.params.unit import ManagedParameter
+from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers.device_cache import DeviceCache
@@ -46,6 +49,7 @@ class Training:
     step: TrainingStep
     observer: TrainingObserver
     loss_scale: LossScale | None
+    scaling: BackwardScaling | None  # applies it
 
 
 def make_collectives(
@@ -55,27 +59,34 @@ def make_collectives(
     routing: ExpertRouting,
     cache: DeviceCache | None,
     accelerator: GradientDevice | None,
+    units: Iterable[Unit],
     *,
     bucket_bytes: int,
     reduce_dtype: str | None,
     on_close: Callable[[Callable[[], None]], None],
 ) -> GradientCollectives:
     """Return the collectives of one of several ranks. `on_close` registers how to end their threads."""
+    by_number = {unit.number: unit for unit in units}
     reduce_scatter = ReduceScatter(
         channels.gradients,
         bucket_bytes,
         wire_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
         all_reduce=sharding.reduces_everywhere,
+        absent=lambda number: local_gradients(by_number[number], {}),
         accelerator=accelerator,
     )
     on_close(reduce_scatter.close)
+    channels.steps.pauses.append(reduce_scatter.pause)
     all_gather = None
     if channels.updates is not None:
         all_gather = UpdateAllGather(store, channels.updates)
         on_close(all_gather.close)
     gathered = cache if sharding.shards_parameters else None
     device = accelerator.device if accelerator is not None else torch.device("cpu")
-    return GradientCollectives(sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device)
+    sends_float16 = reduce_dtype == "float16"
+    return GradientCollectives(
+        sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device, sends_float16
+    )
 
 
 def make_training(
@@ -85,9 +96,9 @@ def make_training(
     collectives: GradientCollectives | None,
     *,
     max_grad_norm: float | None,
-    loss_scale: LossScale | None,
 ) -> Training:
     """Return everything that trains these parameters."""
+    loss_scale = parts.loss_scale
     channel = collectives.channel if collectives is not None else None
     state_io = OptimizerStateIO(parts.host_cache, parts.records, channel)
     gradients = GradientFlow(parts, settings) if collectives is None else ShardedGradients(parts, settings, collectives)
@@ -101,6 +112,8 @@ def make_training(
         max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
         channel=channel,
+        groups=GroupSettings(parts.optimizer),
     )
-    observer = TrainingObserver(gradients, state_io, parts.records, parts.run_trace)
-    return Training(gradients, state_io, states, step, observer, loss_scale)
+    scaling = BackwardScaling(loss_scale) if loss_scale is not None else None
+    observer = TrainingObserver(gradients, state_io, parts.records, parts.run_trace, scaling)
+    return Training(gradients, state_io, states, step, observer, loss_scale, scaling)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import Topic
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.chunk_update import take_edits
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord

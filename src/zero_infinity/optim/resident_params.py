@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_infinity._torch import copy_without_step_hooks
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import RESIDENT
+from zero_infinity.optim.update_rule import hyperparameters_of
 from zero_infinity.policy.partition import Span
-
-_NUMBER = -20  # topic number of their gradients
 
 
 class ResidentParameters:
@@ -35,8 +35,7 @@ class ResidentParameters:
 
     def average(self, channel: Channel) -> None:
         """Replace each gradient by its average over ranks; a missing gradient counts as zeros."""
-        topic = Topic("gradient sum", _NUMBER, "parameters that are no part of a unit")
-        said = channel.agree(topic, [parameter.grad is not None for parameter in self._parameters])
+        said = channel.agree(RESIDENT, [parameter.grad is not None for parameter in self._parameters])
         for number, parameter in enumerate(self._parameters):
             if not any(has[number] for has in said) or not parameter.numel():
                 continue
@@ -45,7 +44,7 @@ class ResidentParameters:
             rows = torch.empty(channel.num_ranks, flat.numel(), dtype=flat.dtype)
             rows[channel.rank] = flat.reshape(-1)
             spans = [Span(rank * flat.numel(), (rank + 1) * flat.numel()) for rank in range(channel.num_ranks)]
-            channel.gather(topic, [(rows.view(-1), spans)])
+            channel.gather(RESIDENT, [(rows.view(-1), spans)])
             average = rows[0]
             for row in rows[1:]:
                 average = average + row
@@ -59,7 +58,7 @@ class ResidentParameters:
         # A shallow copy shares the states but has none of the user's hooks, which are called for the whole step.
         stepper: Any = copy_without_step_hooks(self._optimizer)
         stepper.param_groups = [
-            {**group, "params": [p for p in group["params"] if p in self._parameters]}
+            {**hyperparameters_of(group), "params": [p for p in group["params"] if p in self._parameters]}
             for group in self._optimizer.param_groups
         ]
         with torch.no_grad():

@@ -4,59 +4,50 @@ The stage decides what a rank keeps of a gradient until `step()`. Stages 2 and 3
 gradients of each backward are reduced as soon as their unit is complete. Stages 0 and 1: this rank's whole gradient,
 which is reduced once, when the update is due.
 
-Reductions are submitted in an order that is the same on every rank: as units become complete, and the rest (parts of a
-unit without a gradient, units that not every rank uses) at the end of backward or in `step()`, after ranks have told
-each other what they have. Whether a unit is updated early or in `step()` is local to each rank: no other rank waits for
-it. (In stages 1 and 2 updated parameters are all-gathered: there every update waits for `step()`.)
+Reductions are submitted as units become complete, and the rest (parts of a unit without a gradient, experts) at the end
+of backward or in `step()`, after ranks have told each other what they have. A gradient that a rank does not have counts
+as zeros, if any rank has it. A rank that had no gradients of a unit when others summed theirs gets its shard of the sum
+at the end of backward, and may still add gradients of its own: sums of one unit add up, and such a partial sum never
+updates early. A unit is updated early only if the last steps of all ranks allow it. (In stages 1 and 2 updated units
+are all-gathered: there every update waits for `step()`.)
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.gather_updates import UpdateAllGather
-from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
+from zero_infinity.comm.reduce_scatter import ReduceScatter, SumKind
+from zero_infinity.comm.topics import END_OF_BACKWARD, LEFT_OVER_SUM, NORMS, SHOWN_GRADIENTS, STEP, Topic
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
-from zero_infinity.optim.chunk_update import part_of
+from zero_infinity.optim.chunk_update import FreshGradients, UnitUpdate, part_of
 from zero_infinity.optim.gradient_flow import GradientFlow, room_for
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.reduced_gradients import HeldGradients, ReducedGradients, local_gradients
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.partition import Sharding, Span
 from zero_infinity.tiers.device_cache import DeviceCache
 
-# Topic numbers that belong to no unit.
-_LEFT_OVER, _NORMS, _GRADIENT, _LEFT_OVER_SUM = -1, -2, -3, -4
 _POLL_SECONDS = 0.1
 _BITS = 62  # per number in an agreement
 
 
-class ReducedGradients:
-    """The average over ranks of the gradients of one unit's parameters: the shard that this rank updates."""
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A sum that was submitted in this backward."""
 
-    __slots__ = ("_shard", "parameters")
-
-    def __init__(self, parameters: Sequence[ManagedParameter], shard: ReducedShard) -> None:
-        self.parameters = parameters  # those with a gradient on any rank
-        self._shard = shard
-
-    @property
-    def is_ready(self) -> bool:
-        return self._shard.is_ready
-
-    def part(self, segment: Segment) -> torch.Tensor | None:
-        """Return the elements of `segment`; None if no rank has a gradient of its parameter. Waits."""
-        if segment.parameter not in self.parameters:
-            return None
-        first = segment.parameter.offset - self._shard.span.start
-        return self._shard.wait()[first + segment.start : first + segment.stop]
+    unit: Unit
+    parameters: Sequence[ManagedParameter]
+    kind: SumKind
+    update: UnitUpdate | None  # submitted with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +61,7 @@ class GradientCollectives:
     routing: ExpertRouting
     gathered: DeviceCache | None  # unsharded copies of sharded parameters
     device: torch.device  # where gradients are summed
+    sends_float16: bool
 
 
 class ShardedGradients(GradientFlow):
@@ -86,10 +78,13 @@ class ShardedGradients(GradientFlow):
         self._routing = collectives.routing
         self._gathered = collectives.gathered
         self._sum_device = collectives.device
+        self._sends_scaled = self.loss_scale is not None and collectives.sends_float16
         self._parameters = [p for record in parts.records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._unsummed: set[ManagedParameter] = set()  # retained gradients that are not reduced yet
-        self._held: dict[Unit, ReducedGradients] = {}  # reduced gradients that wait for step()
+        self._held: dict[Unit, HeldGradients] = {}  # reduced gradients that wait for step()
+        self._submitted: list[_Submitted] = []  # since ranks last waited for each other
+        self._by_number = {unit.number: unit for unit in parts.records}
         self._squares: dict[Segment, float] | None = {} if settings.norms else None
         # Units that not every rank uses, detected at the first gradient: they are reduced after backward.
         self._late: set[Unit] = set()
@@ -99,17 +94,15 @@ class ShardedGradients(GradientFlow):
     # ------------------------------------------------------------------ taking in
 
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        for container in self._routing.classify():
-            self._late.update(container.units)
-            if self._gathered is not None:
-                self._gathered.join(container.name, container.units)
+        self._classify()
         unit = parameter.unit
         if self._keeps_whole and not self._may_update_early(unit):
             flat = self._flat(parameter, gradient).wait()
             if parameter in self._retained and parameter not in self._unsummed:
                 raise UsageError(
                     f"{parameter.name!r} got another gradient after its gradients were summed over ranks\n"
-                    "  fix:   read or clip gradients after the last backward of a step"
+                    "  fix:   read or clip gradients after the last backward of a step, and call zero_grad() after "
+                    "step(); stages 2 and 3 can add to summed gradients"
                 )
             self._retain(parameter, flat)
             self._unsummed.add(parameter)
@@ -125,21 +118,31 @@ class ShardedGradients(GradientFlow):
         if self._is_complete(unit):
             self._sum([(unit, list(collected))], Topic("gradient sum", unit.number, unit.name))
 
+    def _classify(self) -> None:
+        for container in self._routing.classify():
+            self._late.update(container.units)
+            if self._gathered is not None:
+                self._gathered.join(container.name, container.units)
+
     def _flat_to_sum(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient flat, in the record's dtype, on the device where ranks sum it."""
         if self._sum_device.type == "cpu":
             return self._flat(parameter, gradient).wait()
         flat = self._flat_here(parameter, gradient)
-        return flat.to(self._sum_device, self._records[parameter.unit].dtype)
+        there = flat.to(self._sum_device, self._records[parameter.unit].dtype)
+        divisor = self._divisor()
+        return there if divisor == 1 else there / divisor
 
     def _is_complete(self, unit: Unit) -> bool:
         """True if all gradients expected in this backward are available."""
         if unit in self._late:
             return False
-        if self._keeps_whole:
-            return self._has_fired(unit)
-        trained = [p for p in self._records[unit].state_names if p.parameter.requires_grad]
-        return len(self._collected[unit]) == len(trained)
+        if self._keeps_whole and not self.cycle.has_fired(unit):
+            return False
+        return len(self._collected[unit]) == len(self._trained(unit))
+
+    def _trained(self, unit: Unit) -> list[ManagedParameter]:
+        return [p for p in self._records[unit].state_names if p.parameter.requires_grad]
 
     def _may_update_early(self, unit: Unit) -> bool:
         return unit not in self._late and super()._may_update_early(unit)
@@ -147,28 +150,69 @@ class ShardedGradients(GradientFlow):
     def _backward_done(self) -> None:
         super()._backward_done()
         if not self._keeps_whole:
-            self._sum_what_is_left()
+            self._sum_what_is_left(END_OF_BACKWARD)
 
-    def _sum_what_is_left(self) -> None:
-        """Reduce every gradient that any rank has not submitted yet."""
-        mine = {p for collected in self._collected.values() for p in collected} | self._unsummed
-        words = [0] * -(-len(self._parameters) // _BITS)
-        for number, parameter in enumerate(self._parameters):
-            words[number // _BITS] |= (parameter in mine) << (number % _BITS)
-        said = self._channel.agree(Topic("gradients", _LEFT_OVER, "the end of backward or optimizer.step()"), words)
+    def _sum_what_is_left(self, moment: Topic) -> None:
+        """Reduce every gradient that any rank has not submitted yet. Every rank has to be at the same moment."""
+        self._classify()
+        bits = _Bits(self._parameters)
+
+        def say() -> list[int]:
+            # Every rank waits here now: whatever was submitted is summed.
+            collected = {p for collected in self._collected.values() for p in collected}
+            in_part = {p for sum_ in self._submitted if sum_.kind.is_partial for p in sum_.parameters}
+            sets = (collected | self._unsummed, in_part, self._not_early())
+            return [*(word for members in sets for word in bits.pack(members)), self.cycle.now.num_backwards]
+
+        said = self._channel.agree(moment, say)
+        _check_backwards([words.pop() for words in said])
+        left, in_part, not_early = (bits.unpack(said, number) for number in range(3))
+        self._take_partial_sums(in_part)
+        if moment is STEP:
+            # An update that is early on one rank only would change what others still read.
+            for unit in {parameter.unit for parameter in not_early}:
+                self.cycle.deferred(unit)
         wanted: dict[Unit, list[ManagedParameter]] = {}
-        for number, parameter in enumerate(self._parameters):
-            has = [bool(words[number // _BITS] >> (number % _BITS) & 1) for words in said]
-            if any(has):
-                wanted.setdefault(parameter.unit, []).append(parameter)
-                if not all(has) and parameter.unit not in self._late:
-                    raise _divergence(parameter, has)
+        for parameter in left:
+            wanted.setdefault(parameter.unit, []).append(parameter)
         if wanted and self._keeps_whole:
             # One at a time: all of them together may exceed the reserve.
             for unit in self._in_order(wanted):
                 self._sum([(unit, wanted[unit])], Topic("gradient sum", unit.number, unit.name))
         elif wanted:
-            self._sum(list(wanted.items()), Topic("gradient sum", _LEFT_OVER_SUM, "small and unused units"))
+            self._sum(list(wanted.items()), LEFT_OVER_SUM)
+        self._submitted.clear()
+
+    def _not_early(self) -> set[ManagedParameter]:
+        """Return the parameters that, as this cycle goes here, cannot be updated before `step()`."""
+        return {
+            parameter
+            for unit in self._records
+            if not self.cycle.allows_early_update(unit)
+            or any(parameter not in self.cycle.now.firings for parameter in self._trained(unit))
+            for parameter in self._records[unit].state_names
+        }
+
+    def _take_partial_sums(self, summed: Collection[ManagedParameter]) -> None:
+        """Keep the sums in which not every rank had gradients; `summed` are their parameters."""
+        for number, shard in self._reduce_scatter.take_absent():
+            unit = self._by_number[number]
+            parameters = [p for p in self._records[unit].state_names if p in summed]
+            self._hold(unit, parameters, ReducedGradients(parameters, shard, self._sent_scale()))
+        for sum_ in [sum_ for sum_ in self._submitted if sum_.update is not None and sum_.kind.is_partial]:
+            # It was to update while backward ran. That is not done: other ranks may have had more gradients.
+            self._update_worker.drain()
+            if sum_.update is not None:
+                self.cycle.postponed(sum_.unit, sum_.update.hyperparameters)
+                self._hold(sum_.unit, list(sum_.update.hyperparameters), sum_.update.postponed)
+
+    def _hold(self, unit: Unit, parameters: Sequence[ManagedParameter], gradients: FreshGradients) -> None:
+        """Keep reduced gradients until `step()`."""
+        self.lifetimes.fresh.update(parameters)  # on each rank, also where it is zero
+        if self._keeps_whole and self._squares is None:
+            self._held.setdefault(unit, HeldGradients()).add(parameters, gradients)
+        else:
+            self._keep(unit, gradients, parameters, self._squares, _nothing)
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in the reserve, or nothing in flight will make room."""
@@ -194,6 +238,7 @@ class ShardedGradients(GradientFlow):
     def _sum(self, units: list[tuple[Unit, list[ManagedParameter]]], topic: Topic) -> None:
         asked = []
         num_bytes = 0
+        scale = self._sent_scale()
         for unit, parameters in units:
             flats = self._collected.pop(unit, {})
             for parameter in [p for p in parameters if p in self._unsummed]:
@@ -203,15 +248,22 @@ class ShardedGradients(GradientFlow):
                 else:
                     flats[parameter] = retained
             num_bytes += sum(flat.nbytes for flat in flats.values())
+            if scale != 1:
+                flats = {parameter: flat * scale for parameter, flat in flats.items()}
             pieces = {parameter.offset: flat for parameter, flat in flats.items()}
-            asked.append(LocalGradients(unit.shards, _sum_dtype(unit), pieces))
+            asked.append(local_gradients(unit, pieces))
             if self._keeps_whole:
                 self._retained.expire([unit])
         with self._lock:
             self._submitted_bytes += num_bytes
         results = self._reduce_scatter.submit(topic, asked, lambda: self._summed(num_bytes))
         for (unit, parameters), shard in zip(units, results, strict=True):
-            self._arrived(unit, ReducedGradients(parameters, shard))
+            update = self._arrived(unit, ReducedGradients(parameters, shard, scale))
+            self._submitted.append(_Submitted(unit, parameters, shard.kind, update))
+
+    def _sent_scale(self) -> float:
+        """What gradients are multiplied by where they are sent."""
+        return self.loss_scale.scale if self.loss_scale is not None and self._sends_scaled else 1.0
 
     def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
         """Return a whole retained gradient of this rank, which is dropped."""
@@ -222,31 +274,36 @@ class ShardedGradients(GradientFlow):
         self._unsummed.discard(parameter)
         return flat.to(self._sum_device)
 
-    def _arrived(self, unit: Unit, reduced: ReducedGradients) -> None:
+    def _arrived(self, unit: Unit, reduced: ReducedGradients) -> UnitUpdate | None:
         """A reduction was submitted: update with its result, or keep it."""
-        early = self._may_update_early(unit) and self._has_fired(unit)
+        early = self._may_update_early(unit) and self.cycle.has_fired(unit) and unit not in self._held
         if early and not unit.is_saved and not self._sources.of(unit).aliased(unit):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
             self._retained.release(retained)
-            self._early_settings = self._early_settings or self._settings()
-            self._mark_updated(unit, [*reduced.parameters, *retained])
-            self._update(unit, reduced, [*dict.fromkeys([*reduced.parameters, *retained])], retained, (), _nothing)
-            return
+            parameters = list(dict.fromkeys([*reduced.parameters, *retained]))
+            self.cycle.updated(unit, parameters)
+            update = self._submission.update(unit, reduced, parameters, retained, (), _nothing, keeps_gradients=False)
+            self._sources.of(unit).look_ahead()
+            return update
         if early:
-            self.cycle.deferred.add(unit)
-        if self._keeps_whole and self._squares is None:
-            self._held[unit] = reduced
-        else:
-            self._keep(unit, reduced, reduced.parameters, self._squares, _nothing)
+            self.cycle.deferred(unit)
+        self._hold(unit, reduced.parameters, reduced)
+        return None
 
     # ------------------------------------------------------------------ the step
 
     def before_step(self) -> None:
         """Reduce the remaining gradients; compute the norms, if they are needed."""
-        self._sum_what_is_left()
+        self._sum_what_is_left(STEP)
         if self._squares is not None:
             self._update_worker.drain()
+            self._take_squares(p for p in self._retained if p not in self.lifetimes.fresh)
             self.norms = self._norms_over_ranks(self._squares)
+
+    def _take_squares(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Sum the squares of retained gradients that came by another way than the update worker's."""
+        if self._squares is not None:
+            self._squares.update(self._retained.squares(parameters))
 
     def _norms_over_ranks(self, squares: dict[Segment, float]) -> dict[ManagedParameter, torch.Tensor]:
         totals = torch.zeros(self._channel.num_ranks, len(self._parameters), dtype=torch.float64)
@@ -256,23 +313,27 @@ class ShardedGradients(GradientFlow):
             # Values that every rank has count once.
             if segment.parameter.unit.is_updated_in_parts or self._channel.rank == 0:
                 mine[numbers[segment.parameter]] += square
-        topic = Topic("norms", _NORMS, "the norms of gradients")
-        self._channel.agree(topic)
-        self._channel.gather(topic, [(totals.view(-1), _rows(totals))])
+        self._channel.agree(NORMS)
+        self._channel.gather(NORMS, [(totals.view(-1), _rows(totals))])
         norms = totals.sum(0).sqrt().float()
         return {p: norms[numbers[p]] for p in self._parameters if p in self._retained}
 
     def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
+        if self._keeps:
+            self._keep_held()
         held, self._held = self._held, {}
         for unit in self._in_order({*held, *self._retained.units}):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
             if unit in held:
-                self._update(unit, held[unit], held[unit].parameters, [], factors, _nothing)
+                self._submission.update(
+                    unit, held[unit], list(held[unit].parameters), [], factors, _nothing, keeps_gradients=False
+                )
             else:
                 self._submit(unit, {}, retained, factors)
             if self._all_gather is not None:
                 topic = Topic("parameter gather", unit.number, unit.name)
                 self._all_gather.submit(topic, unit.the_block(), unit.dtype, unit.spans)
+            self._sources.of(unit).look_ahead()  # after every use of the block that changes it
         if self._squares is not None:
             self._squares.clear()
 
@@ -280,45 +341,56 @@ class ShardedGradients(GradientFlow):
         if self._all_gather is not None:
             self._all_gather.drain()
 
-    def discard(self) -> None:
-        super().discard()
+    def discard(self, *, to_none: bool = True) -> None:
+        super().discard(to_none=to_none)
         for collected in self._collected.values():
             for flat in collected.values():
                 self._release(flat.nbytes)
         self._collected.clear()
         self._unsummed.clear()
         self._held.clear()
+        self._submitted.clear()
         if self._squares is not None:
             self._squares.clear()
 
     # ------------------------------------------------------------------ looking
 
-    def has(self, parameter: ManagedParameter) -> bool:
-        held = self._held.get(parameter.unit)
-        return (
-            super().has(parameter)
-            or parameter in self._collected.get(parameter.unit, {})
-            or (held is not None and parameter in held.parameters)
-        )
+    def drop(self, parameter: ManagedParameter, *, to_none: bool) -> None:
+        self._keep_held()
+        super().drop(parameter, to_none=to_none)
+        self._unsummed.discard(parameter)
+        flat = self._collected.get(parameter.unit, {}).pop(parameter, None)
+        if flat is not None:
+            self._release(flat.nbytes)
 
-    def gather(self, parameter: ManagedParameter) -> torch.Tensor | None:
+    def _gathered_flat(self, parameter: ManagedParameter) -> torch.Tensor:
         """Return the whole average over ranks. Collective: every rank must call it."""
-        self._sum_what_is_left()
-        for unit, reduced in self._held.items():
-            self._keep(unit, reduced, reduced.parameters, self._squares, _nothing)
-        self._held.clear()
+        self._sum_what_is_left(SHOWN_GRADIENTS)
+        self._keep_held()
         self._update_worker.drain()
-        if parameter not in self._retained:
-            return None
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        if parameter not in self._retained:
+            return flat
         self._retained.read(parameter, flat)
         if parameter.unit.is_updated_in_parts:
-            topic = Topic("gradient gather", _GRADIENT, parameter.name)
+            topic = Topic("gradient gather", SHOWN_GRADIENTS.number, parameter.name)
             self._channel.agree(topic)
             self._channel.gather(topic, [(flat, parameter.spans)])
-        return flat.as_strided(parameter.shape, parameter.stride)
+        return flat
+
+    def can_show(self, parameter: ManagedParameter) -> bool:
+        """True on each rank if any has a gradient. Collective: every rank must call it."""
+        self._sum_what_is_left(SHOWN_GRADIENTS)
+        return super().can_show(parameter)
+
+    def _keep_held(self) -> None:
+        """Retain reduced gradients that are held for step()."""
+        for unit, held in self._held.items():
+            self._keep(unit, held, list(held.parameters), self._squares, _nothing)
+        self._held.clear()
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        self.lifetimes.changed(parameter)
         flat = parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype)
         for chunk in self._records[parameter.unit].chunks:
             for segment in chunk.segments:
@@ -326,26 +398,43 @@ class ShardedGradients(GradientFlow):
                     with self._host_cache.writing(chunk.gradient) as memory:
                         part_of(memory, segment, flat.dtype).copy_(flat[segment.start : segment.stop])
         self._retained.note([parameter])
+        self._take_squares([parameter])
 
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
         """In model order: which units were read, and when, may differ between ranks."""
         return [unit for unit in self._records if unit in units]
 
 
-def _divergence(parameter: ManagedParameter, has: list[bool]) -> DivergenceError:
-    with_it, without = ([rank for rank, one in enumerate(has) if one is wanted] for wanted in (True, False))
-    return DivergenceError(
-        f"ranks diverged: {parameter.name!r} has a gradient on {_listed(with_it)} and none on {_listed(without)}\n"
-        "  fix:   every rank must use the same layers; layers that a rank may choose from belong in one nn.ModuleList"
-    )
+def _check_backwards(num_backwards: list[int]) -> None:
+    for rank, number in enumerate(num_backwards):
+        if number != num_backwards[0]:
+            raise DivergenceError(
+                f"ranks diverged: {number} backward passes before optimizer.step() on rank {rank}, {num_backwards[0]} "
+                "on rank 0\n  fix:   every rank must run the same number of backward passes"
+            )
 
 
-def _listed(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+class _Bits:
+    """Sets of parameters as numbers that ranks tell each other."""
 
+    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
+        self._parameters = parameters
+        self.num_words = -(-len(parameters) // _BITS)
 
-def _sum_dtype(unit: Unit) -> torch.dtype:
-    return torch.float64 if unit.dtype is torch.float64 else torch.float32
+    def pack(self, members: Collection[ManagedParameter]) -> list[int]:
+        words = [0] * self.num_words
+        for number, parameter in enumerate(self._parameters):
+            words[number // _BITS] |= (parameter in members) << (number % _BITS)
+        return words
+
+    def unpack(self, said: Sequence[Sequence[int]], number: int) -> dict[ManagedParameter, None]:
+        """Return the parameters, in their order, that are in the set with this number of any rank."""
+        every = [words[number * self.num_words : (number + 1) * self.num_words] for words in said]
+        return {
+            parameter: None
+            for index, parameter in enumerate(self._parameters)
+            if any(words[index // _BITS] >> (index % _BITS) & 1 for words in every)
+        }
 
 
 def _rows(matrix: torch.Tensor) -> Sequence[Span]:

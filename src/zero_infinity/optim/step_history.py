@@ -7,6 +7,7 @@ certain; an unexpected later read or gradient is an error, never a wrong number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zero_infinity.params.unit import ManagedParameter, Unit
@@ -17,6 +18,7 @@ class StepHistory:
     """The events between two steps."""
 
     num_backwards: int = 0  # not counting those under no_sync
+    has_accumulated: bool = False  # there was one under no_sync
     events: int = 0
     # Number of gradients per parameter in the last counted backward, and the last event of each kind.
     firings: dict[ManagedParameter, int] = field(default_factory=dict)
@@ -39,6 +41,12 @@ class StepHistory:
         self.events += 1
         self.firings[parameter] = self.firings.get(parameter, 0) + 1
         self.last_firing[parameter.unit] = self.events
+
+    def postpone(self, unit: Unit, parameters: Iterable[ManagedParameter]) -> None:
+        """An update that was submitted was not made: it waits for `step()`."""
+        self.updated.discard(unit)
+        self.updated_parameters.difference_update(parameters)
+        self.deferred.add(unit)
 
     def begin_backward(self) -> None:
         """Only the last backward of a cycle may update, so only its gradients are counted."""

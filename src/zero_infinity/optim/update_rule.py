@@ -38,17 +38,27 @@ class UpdateRule:
         scalars: Scalars,
         hyperparameters: Hyperparameters,
     ) -> dict[str, Any]:
-        """Run one step on `values` in place; returns the new state (the given tensors where there were any)."""
+        """Run one step on `values` in place; returns the new state (the given tensors where there were any).
+
+        What the optimizer writes into its group is in `settings` until the next call.
+        """
         values.grad = gradient
         self._stepper.state = defaultdict(dict)
         if state or scalars:
             self._stepper.state[values] = {**state, **scalars}
-        self._stepper.param_groups = [{**hyperparameters, "params": [values]}]
+        # Cloned: an optimizer may count in a tensor, and the next chunk needs the settings of the same step.
+        self._stepper.param_groups = [{**hyperparameters_of(hyperparameters), "params": [values]}]
         with no_compiling():
             self._step(self._stepper)
         values.grad = None
         new_state: dict[str, Any] = self._stepper.state.pop(values, {})
         return new_state
+
+    @property
+    def settings(self) -> Hyperparameters:
+        """The settings of the group after the last update."""
+        found: Hyperparameters = self._stepper.param_groups[0]
+        return found
 
 
 def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:

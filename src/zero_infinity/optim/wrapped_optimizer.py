@@ -27,7 +27,7 @@ class StreamedTraining(Protocol):
     @property
     def grad_norm(self) -> torch.Tensor | None: ...
 
-    def step(self) -> None: ...
+    def step(self) -> bool: ...
 
     def settle(self) -> None: ...
 
@@ -66,6 +66,7 @@ class StreamedOptimizer(Optimizer):
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._engine = engine
+        self._skipped = False
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
@@ -89,16 +90,24 @@ class StreamedOptimizer(Optimizer):
         """The global gradient norm of the last step, if `max_grad_norm` is set."""
         return self._engine.grad_norm
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Finish the update that backward began."""
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if gradients had overflowed in float16 at the last step, which then changed nothing."""
+        return self._skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the update that backward began.
+
+        A closure (forward and backward) is called once, first; its result is returned.
+        """
+        result = None
         if closure is not None:
-            raise UsageError(
-                "optimizer.step(closure) is not supported: parameters are updated while backward runs\n"
-                "  fix:   call loss.backward() yourself, then optimizer.step()"
-            )
-        self._engine.step()
+            with torch.enable_grad():
+                result = closure()
+        self._skipped = not self._engine.step()
         # A scheduler created on the plain optimizer checks whether that optimizer has stepped.
         mark_stepped(self._engine.states.optimizer)
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop unused gradients. A finished step has already consumed its own."""

@@ -25,7 +25,16 @@ _PATIENCE_SECONDS = 60.0
 
 
 def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Return the function, run eagerly even inside a compiled model."""
+    """Return the function, run eagerly even inside a compiled model, with everything that it calls."""
+    return _eager(function, recursive=True)
+
+
+def not_traced(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Return the function, run eagerly even inside a compiled model; what it calls may be compiled."""
+    return _eager(function, recursive=False)
+
+
+def _eager(function: Callable[_Params, _Result], *, recursive: bool) -> Callable[_Params, _Result]:
     apart: list[Any] = []
 
     @functools.wraps(function)
@@ -34,7 +43,7 @@ def not_compiled(function: Callable[_Params, _Result]) -> Callable[_Params, _Res
             disable = dynamo_disable()
             if disable is None:
                 return function(*args, **kwargs)
-            apart.append(disable(function, wrapping=False))
+            apart.append(disable(function, recursive=recursive, wrapping=False))
         result: _Result = apart[0](*args, **kwargs)
         return result
 

@@ -39,8 +39,8 @@ class TrainingEnvironment:
         return self.accelerator.device if self.accelerator is not None else torch.device("cpu")
 
     @property
-    def gradient_device(self) -> TorchAccelerator | None:
-        """The accelerator on which ranks sum gradients."""
+    def torch_accelerator(self) -> TorchAccelerator | None:
+        """The accelerator, if it is one that torch knows."""
         return self.accelerator if isinstance(self.accelerator, TorchAccelerator) else None
 
     @property
@@ -61,7 +61,7 @@ class TrainingEnvironment:
 
     def agreed(self, phase: str) -> AbstractContextManager[None]:
         """If one rank fails inside this context, all ranks raise."""
-        return self.ranks.agreed(phase) if self.ranks is not None else nullcontext()
+        return self.ranks.phases.agreed(phase) if self.ranks is not None else nullcontext()
 
 
 def environment_of(
@@ -72,11 +72,11 @@ def environment_of(
     ranks = next((store.ranks for store in stores if store.ranks is not None), ranks)
     # Determined once, because the available memory changes.
     budget = min((store.store.pool.budget for store in stores), default=0) or budget_of(config, ranks)
-    common = budget if ranks is None else ranks.smallest("the memory of zi.prepare", budget)
+    common = budget if ranks is None else ranks.phases.smallest("the memory of zi.prepare", budget)
     is_fast = None
     stored = config.param_dtype
     if ranks is not None and stored is not None and stored != "float32" and config.compute_dtype is None:
         device = accelerator.device if accelerator is not None else torch.device("cpu")
         fast = multiplies_fast(getattr(torch, stored), device)
-        is_fast = bool(ranks.smallest("the speed of 16-bit computation", fast))
+        is_fast = bool(ranks.phases.smallest("the speed of 16-bit computation", fast))
     return TrainingEnvironment(config, ranks, sharding_of(config, ranks), accelerator, budget, common, is_fast)

@@ -10,6 +10,7 @@ from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.params.offloaded_param import managed, replace_by
+from zero_infinity.policy.device_room import planned_budget
 from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.tiers.torch_accelerator import TorchAccelerator, indexed
 
@@ -22,14 +23,16 @@ def find_accelerator(
         return device
     chosen = indexed(torch.device(device) if device is not None else _device_of(model))
     if ranks is not None:
-        ranks.all_same("the device to compute on", chosen.type, "start every rank with a device, or none: device=...")
+        ranks.phases.all_same(
+            "the device to compute on", chosen.type, "start every rank with a device, or none: device=..."
+        )
     if chosen.type == "cpu":
         return None
     # Asked once: what is free changes. Ranks must decide alike which layers are gathered when.
-    budget = config.device_memory or torch.accelerator.get_memory_info(chosen)[0] // 2
+    budget = config.device_memory or planned_budget(torch.accelerator.get_memory_info(chosen)[0])
     if ranks is not None:
-        budget = ranks.smallest("the device memory of zi.prepare", budget)
-    return TorchAccelerator(chosen, budget)
+        budget = ranks.phases.smallest("the device memory of zi.prepare", budget)
+    return TorchAccelerator(chosen, budget, is_measured=config.device_memory is None)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -28,17 +28,31 @@ from zero_infinity.run_trace import FORWARD, RunTrace
 class BeforeForward(Hook):
     """Unshards the module's own parameters and pushes the saved-tensor hooks."""
 
-    def __init__(self, unsharder: Unsharder, stack: ForwardStack, parameters: list[ManagedParameter]) -> None:
+    def __init__(
+        self, module: nn.Module, unsharder: Unsharder, stack: ForwardStack, parameters: list[ManagedParameter]
+    ) -> None:
+        self._kind = type(module)
         self._unsharder = unsharder
         self._stack = stack
         self._parameters = parameters
 
     @not_compiled
     def __call__(self, module: nn.Module, _: Any) -> None:
+        if type(module) is not self._kind:
+            _refuse_fully_shard(module)
         with held():
             self._stack.enter(module)
             self._unsharder.unshard(self._parameters, watched=True)
             self._stack.entered(self._parameters, hooks_pushed=self._unsharder.hooks.push())
+
+
+def _refuse_fully_shard(module: nn.Module) -> None:
+    """`fully_shard` changes the class of a module, and replaces its parameters by some that nothing here knows."""
+    if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        raise UsageError(
+            f"fully_shard was called on {type(module).__name__}, a part of a prepared model: its new parameters are "
+            "not those that zi.prepare trains\n  fix:   leave fully_shard out; stage=3 of zi.Config does its work"
+        )
 
 
 class AfterForward(Hook):
@@ -78,6 +92,13 @@ class ZeroGradients(Hook):
         return types.MethodType(type(copied).zero_grad, copied)
 
 
+class ForwardObserver(Protocol):
+    """Is told of calls of the model, or of a part of it, from outside of it."""
+
+    def on_call(self, module: nn.Module) -> None:
+        """A forward begins that is inside no other one, nor inside a backward."""
+
+
 class _Entry:
     """A forward in progress."""
 
@@ -98,8 +119,9 @@ class ForwardStack:
     outside.
     """
 
-    def __init__(self, unsharder: Unsharder, run_trace: RunTrace | None = None) -> None:
+    def __init__(self, unsharder: Unsharder, observer: ForwardObserver, run_trace: RunTrace | None = None) -> None:
         self._unsharder = unsharder
+        self._observer = observer
         self._run_trace = run_trace
         self._entries: list[_Entry] = []
         self._thread = 0
@@ -118,8 +140,10 @@ class ForwardStack:
                 self._undo(self._entries.pop())
         if self._entries and (self._entries[0].module, self._entries[0].backward) == (module, backward):
             self.clear()
-        if self._run_trace is not None and not self._entries and backward < 0:
-            self._run_trace.begin(FORWARD)  # not a recomputation in backward
+        if not self._entries and backward < 0:  # not a recomputation in backward
+            self._observer.on_call(module)
+            if self._run_trace is not None:
+                self._run_trace.begin(FORWARD)
         self._entries.append(_Entry(module, backward))
 
     def entered(self, parameters: list[ManagedParameter], *, hooks_pushed: bool) -> None:
@@ -152,16 +176,17 @@ def attach(
     model: nn.Module,
     unsharder: Unsharder,
     owners: dict[nn.Module, list[ManagedParameter]],
+    observer: ForwardObserver,
     run_trace: RunTrace | None = None,
 ) -> None:
     """Register hooks on every module; `owners` maps modules to their parameters."""
-    stack = ForwardStack(unsharder, run_trace)
+    stack = ForwardStack(unsharder, observer, run_trace)
     for module in model.modules():
         # A tile is unsharded by the operation that uses it.
         parameters = [p for p in owners.get(module, []) if p.whole is None]
         if any(child in owners for child in module.modules() if child is not module):
             parameters = []
-        module.register_forward_pre_hook(BeforeForward(unsharder, stack, parameters), prepend=True)
+        module.register_forward_pre_hook(BeforeForward(module, unsharder, stack, parameters), prepend=True)
         # always_call: ordinary hooks are skipped by an exception and by checkpoint's early stop of a recomputation.
         module.register_forward_hook(AfterForward(stack), always_call=True)
         attach_state_dict_hooks(module, unsharder.owner.parameter_store.state_dicts)

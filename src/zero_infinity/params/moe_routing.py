@@ -13,7 +13,7 @@ output have to be searched.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_infinity._torch import sequence_number, tree_leaves
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import LAYERS
 from zero_infinity.params.uncopied_hook import Hook
 from zero_infinity.params.unit import ManagedParameter, Unit
 
-# Topic number of the observations; no unit has this number.
-_LAYERS = -11
 _CHAIN, _APART = 1, 2  # what was observed of a container
 
 
@@ -40,11 +39,6 @@ class ExpertContainer:
         self.evidence = 0
         self._called: set[nn.Module] = set()
         self._made_last: frozenset[int] = frozenset()  # nodes of the last sibling's outputs
-
-    @property
-    def may_be_chosen_from(self) -> bool:
-        """True if there is no evidence that the siblings form a chain."""
-        return not self.evidence & _CHAIN
 
     def enter(self) -> None:
         """The container's owner is called."""
@@ -126,11 +120,6 @@ class RoutingWatch:
         for owner, container in self._owners:
             self._watch(owner, container)
 
-    def innermost(self, number: int) -> ExpertContainer | None:
-        """Return the smallest container with the unit of this number."""
-        found = [container for container in self.containers if any(unit.number == number for unit in container.units)]
-        return min(found, key=lambda container: len(container.units), default=None)
-
     def evidence(self) -> list[int]:
         return [container.evidence for container in self.containers]
 
@@ -149,10 +138,7 @@ class RoutingWatch:
 
 
 class ExpertRouting:
-    """Makes ranks agree, at the first gradient, on the layers that each of them chooses from.
-
-    Until then, ranks that ask for different units gather the whole container of these units.
-    """
+    """Makes ranks agree, at the first gradient, on the layers that each of them chooses from."""
 
     def __init__(self, watch: RoutingWatch, channel: Channel) -> None:
         self._watch = watch
@@ -163,19 +149,12 @@ class ExpertRouting:
         """Observe from the next forward on."""
         self._watch.start()
 
-    def chosen_from(self, number: int) -> tuple[str, Sequence[Unit]] | None:
-        """Return the units from which a rank may choose this one, and their common name."""
-        container = self._watch.innermost(number) if not self._is_known else None
-        if container is None or not container.may_be_chosen_from:
-            return None
-        return container.name, container.units
-
     def classify(self) -> list[ExpertContainer]:
         """Return the containers of alternatives, agreed on by all ranks, at the first gradient; empty after that."""
         if self._is_known:
             return []
         self._is_known = True
-        seen = self._channel.agree(Topic("layers", _LAYERS, "the first gradient"), self._watch.evidence())
+        seen = self._channel.agree(LAYERS, self._watch.evidence())
         return self._watch.end(seen)
 
 

@@ -46,6 +46,7 @@ _ACCESS = ATTRIBUTE + "_access"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class ParameterAccess(Protocol):
@@ -147,7 +148,7 @@ def _getters(*names: str) -> set[Any]:
 
 
 # Answered by the offloaded parameter itself: its shape, dtype, device and autograd fields are the true ones.
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     _getters(
         *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "grad_fn"),
         *(
@@ -196,12 +197,13 @@ class OffloadedParameter(nn.Parameter):
                 "hook on it would not be called\n  fix:   a larger tile_above in zi.Config, or register the hook "
                 "before zi.prepare, which then leaves the parameter whole"
             )
-        if func in _METADATA:
+        if func in METADATA:
+            if func == _SET_GRAD:
+                args[0].__dict__[ATTRIBUTE].set_gradient(args[1])
+                return None
             with no_torch_function():
                 result = func(*args, **keywords)
-            if result is None and func == _GET_GRAD:
-                args[0].__dict__[ATTRIBUTE].warn_of_gradient()
-            return result
+            return args[0].__dict__[ATTRIBUTE].gradient() if result is None and func == _GET_GRAD else result
         if func is torch.Tensor.register_post_accumulate_grad_hook:
             with no_torch_function():
                 handle = func(*args, **keywords)

@@ -8,7 +8,6 @@ moved, and by what, is decided elsewhere.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_infinity._torch import no_torch_function, version_of
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import is_distributed, local_of
-from zero_infinity.params.unit_state import ParameterState, UnitState
+from zero_infinity.params.unit_state import ParameterState, Pending, UnitState
 from zero_infinity.policy.alignment import round_up_elements
 from zero_infinity.policy.partition import ONE_RANK, Sharding, ShardLayout, Span
 from zero_infinity.policy.unit_sizes import stored_bytes
@@ -36,8 +35,11 @@ class GradientTaker(Protocol):
 
     def __call__(self, parameter: torch.Tensor, /) -> None: ...
 
-    def has_gradient(self) -> bool:
-        """True if a gradient has not been applied by a finished step."""
+    def gradient(self) -> torch.Tensor | None:
+        """Return what `.grad` is when autograd's is None."""
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Do what `p.grad = gradient` does."""
 
 
 class TiledUse(Protocol):
@@ -154,15 +156,17 @@ class ManagedParameter:
             self.gradient_hook_handle = self.parameter.register_post_accumulate_grad_hook(self.gradient_hook)
             self.parameter.requires_grad_(trained)
 
-    def warn_of_gradient(self) -> None:
-        """Warn if the user reads an empty `.grad` although there is a gradient."""
-        if self.gradient_hook is not None and self.gradient_hook.has_gradient():
-            warnings.warn(
-                f"the gradient of {self.name!r} is not in its .grad: it waits for optimizer.step() or is used\n"
-                '  fix:   max_grad_norm=... in zi.Config clips; with update="after_backward" zi.clip_grad_norm_ does, '
-                "and zi.gathered([...]) shows gradients; call step() on the optimizer that zi.prepare returned",
-                stacklevel=3,
-            )
+    def gradient(self) -> torch.Tensor | None:
+        """Return what `.grad` is when autograd's is None."""
+        return self.gradient_hook.gradient() if self.gradient_hook is not None else None
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Do what `p.grad = gradient` does."""
+        if self.gradient_hook is not None:
+            self.gradient_hook.set_gradient(gradient)
+        else:
+            with no_torch_function():
+                self.parameter.grad = gradient
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this parameter's part of its unit's elements, in its own shape."""
@@ -210,6 +214,11 @@ class Unit:
     def owned(self) -> Span:
         """The elements that this rank updates."""
         return self.shards.owned
+
+    @property
+    def is_updated_early(self) -> bool:
+        """True if an update was submitted before `optimizer.step()`, which has not been called yet."""
+        return self.state.pending is Pending.UPDATE
 
     @property
     def is_stored_in_parts(self) -> bool:

@@ -4,7 +4,7 @@ All other code queries the state and changes it by the named transitions here, w
 Whether a unit's bytes are in memory or newer than on NVMe is the state of its block (`storage/block.py`).
 
     unit:       PLANNED --store_in--> OFFLOADED <--reshard/unshard--> UNSHARDED
-    pending:    NOTHING --submit_update--> UPDATE --end_step--> NOTHING
+    pending:    NOTHING --submit_update--> UPDATE --end_step/postpone_update--> NOTHING
     parameter:  STORED <--edits_taken/edit--> EDITED
 """
 
@@ -108,6 +108,11 @@ class UnitState:
         """An update is submitted before `step()`."""
         self._expect(self.pending is Pending.NOTHING, "is updated twice in one step")
         self.pending = Pending.UPDATE
+
+    def postpone_update(self) -> None:
+        """The submitted update was not made: it waits for `step()`."""
+        self._expect(self.pending is Pending.UPDATE, "has its update postponed, and none was submitted")
+        self.pending = Pending.NOTHING
 
     def end_step(self) -> None:
         """The step is over: its update is no longer pending."""

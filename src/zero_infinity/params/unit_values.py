@@ -43,6 +43,9 @@ class UnitValues(Protocol):
     def updated(self, unit: Unit) -> None:
         """An update of the unit was submitted: copies are stale."""
 
+    def look_ahead(self) -> None:
+        """The blocks of all submitted updates are held: copies for what comes next may be made after them."""
+
     def end_cycle(self, *, same_order: bool) -> None:
         """End a step."""
 
@@ -101,6 +104,9 @@ class HostValues:
     def updated(self, unit: Unit) -> None:
         """Nothing to do: the update changes the block itself."""
 
+    def look_ahead(self) -> None:
+        """Nothing to do: there are no copies."""
+
     def end_cycle(self, *, same_order: bool) -> None:
         """Nothing to do: the host tier has its own end of cycle."""
 
@@ -138,6 +144,9 @@ class CopiedValues:
 
     def updated(self, unit: Unit) -> None:
         self._cache.invalidate(unit)
+
+    def look_ahead(self) -> None:
+        self._cache.look_ahead()
 
     def end_cycle(self, *, same_order: bool) -> None:
         self._cache.end_cycle(same_order=same_order)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zero_infinity._torch import no_torch_function, version_of
+from zero_infinity.comm.channel import Channel
 from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import held, through
@@ -24,6 +25,7 @@ from zero_infinity.params import offloaded_param
 from zero_infinity.params.dtensor import local_of
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.saved_tensors import SavedTensorHooks
+from zero_infinity.params.shared_edits import sharing_edits
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.params.unit_access import UnitAccess
 
@@ -39,6 +41,10 @@ class ParameterOwner(Protocol):
 
     def showing_gradients(self, parameters: Sequence[ManagedParameter]) -> AbstractContextManager[None]:
         """Inside, retained gradients are in `.grad` of the unsharded parameters; changes are kept."""
+
+    @property
+    def edit_channel(self) -> Channel | None:
+        """The compute thread's channel to ranks that share edits of gathered values."""
 
 
 class Unsharder:
@@ -94,11 +100,12 @@ class Unsharder:
                 self.reshard(parameters)
 
     @contextmanager
-    def gathered(self, parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+    def gathered(self, parameters: Sequence[ManagedParameter], modifier_rank: int | None) -> Iterator[None]:
         """Inside, these parameters are unsharded and show retained gradients; changes are kept."""
         with self.unsharded(parameters), self.owner.showing_gradients(parameters):
             try:
-                yield
+                with sharing_edits(self.owner.edit_channel, parameters, modifier_rank):
+                    yield
             finally:
                 for managed in parameters:
                     # Changes through .data or numpy cannot be detected: assume that there were some.

@@ -125,7 +125,7 @@ def _with_homes(workload: Workload, homes: HomeTiers) -> PlanInputs:
     if workload.job.placement is HomeRule.PAPER and device_cache is not None:
         # The paper tiles every operator that is larger than what is fetched ahead: one tile computes while the next
         # one arrives.
-        most = max(1, copy_lookahead(device_cache) // states.parameter)
+        most = max(1, copy_lookahead(device_cache, on_device=False) // states.parameter)
     part, scale = _sliced(workload.model, most)
     if most is not None:
         part = part.tiled(most)

@@ -109,7 +109,8 @@ class Simulator:
         inputs = self._inputs
         if inputs.device_cache is None:
             return None
-        lookahead = copy_lookahead(inputs.device_cache) if inputs.job.overlap else 0
+        on_device = inputs.hardware.device is not None and inputs.job.placement is HomeRule.ENGINE
+        lookahead = copy_lookahead(inputs.device_cache, on_device=on_device) if inputs.job.overlap else 0
         device = CachePolicy(inputs.device_cache, lookahead, self._computing.__contains__, wraps=not self._is_shared)
         for name in inputs.units:
             device.add(self._keys[name], round_up(inputs.whole_bytes(name)))
@@ -374,7 +375,9 @@ class Simulator:
         if self._is_shared:
             self._outdated.add(key)
         elif self._device is not None:
-            self._device.forget(key)
+            self._device.expire(key)
+            for fetched in self._device.look_ahead().fetch:
+                self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
         return done
 
     def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:

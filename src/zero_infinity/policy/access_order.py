@@ -20,17 +20,40 @@ BlockId = int
 _NEVER = 1 << 60
 
 
-class AccessOrder:
-    """The accesses of the last complete cycle, and the accesses of this one. False while there is no complete one."""
+class Recency:
+    """When each block was used last, in numbers of accesses."""
 
     def __init__(self) -> None:
+        self._num_accesses = 0
+        self._last: dict[BlockId, int] = {}
+
+    def used(self, block: BlockId) -> None:
+        """`block` is used now."""
+        self._num_accesses += 1
+        self._last[block] = self._num_accesses
+
+    def of(self, block: BlockId) -> int:
+        """Return the number of its last access; 0 if it was never used."""
+        return self._last.get(block, 0)
+
+
+class AccessOrder:
+    """The accesses of the last complete cycle, and the accesses of this one. False while there is no complete one.
+
+    Orders of the same blocks share one `recency`.
+    """
+
+    def __init__(self, recency: Recency | None = None) -> None:
         self.clock = 0  # absolute position: cycles * len(order) + position in the cycle
         self._order: list[BlockId] = []
         self._positions: dict[BlockId, list[int]] = {}
         self._recorded: list[BlockId] = []
+        self._cycle_start = 0  # the clock when this cycle began
+        # After how many accesses of a cycle a block's content ends: in the last complete cycle, and in this one.
+        self._ends: dict[BlockId, int] = {}
+        self._recorded_ends: dict[BlockId, int] = {}
         self._lost: BlockId | None = None  # the last access, if the order has no place for it ahead
-        self._num_accesses = 0
-        self._recency: dict[BlockId, int] = {}  # number of its last access
+        self._recency = recency or Recency()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -56,7 +79,7 @@ class AccessOrder:
         """Return the absolute position of the next access to `block` at or after the clock."""
         places = self._positions.get(block)
         if places is None:
-            return _NEVER - self._recency.get(block, 0)
+            return _NEVER - self._recency.of(block)
         cycle, place = divmod(self.clock, len(self._order))
         index = bisect_left(places, place)
         if index < len(places):
@@ -66,12 +89,19 @@ class AccessOrder:
     def record(self, block: BlockId) -> None:
         """`block` is used now."""
         self._recorded.append(block)
-        self._num_accesses += 1
-        self._recency[block] = self._num_accesses
+        self._recency.used(block)
 
-    def retract(self) -> None:
-        """The last access did not happen after all."""
-        self._recorded.pop()
+    def end_content(self, block: BlockId) -> None:
+        """What `block` holds is not used any more: its next use is of another content."""
+        self._recorded_ends[block] = len(self._recorded)
+
+    def ends_before(self, block: BlockId, use: int) -> bool:
+        """True if the content that `block` has now is expected to end before the access at `use`."""
+        end = self._ends.get(block)
+        if end is None:
+            return False
+        cycles = 1 if block in self._recorded_ends else 0
+        return self._cycle_start + cycles * len(self._order) + end <= use
 
     def advance(self) -> None:
         """Continue after the access at the clock, which was the expected one."""
@@ -92,6 +122,7 @@ class AccessOrder:
         Returns True if the order or the position in it has changed.
         """
         recorded, self._recorded = self._recorded, []
+        self._ends, self._recorded_ends = (self._recorded_ends if same_order else {}), {}
         self._lost = None
         if not same_order:
             self._adopt([])
@@ -100,7 +131,9 @@ class AccessOrder:
         elif self._order and self.clock % len(self._order):
             self.clock = 0
         else:
+            self._cycle_start = self.clock
             return False
+        self._cycle_start = self.clock
         return True
 
     def _adopt(self, order: list[BlockId]) -> None:

@@ -1,8 +1,8 @@
 """Decides which blocks of one tier are in memory: eviction and prefetch from the recorded access order.
 
 Training repeats a known sequence of accesses. The policy is told of every access; it records the sequence of one cycle
-(from one optimizer step to the next), and from then on knows when each block is used next. On each access it returns
-what to evict and what to fetch:
+(from one optimizer step to the next; of inference: one forward), and from then on knows when each block is used next.
+On each access it returns what to evict and what to fetch:
 
 - *Evict* the block whose next use is farthest away (Belady). While no order is known yet: the least recently used.
 - *Prefetch* what the next accesses need, in order, up to `lookahead` bytes, and never by evicting a block that is used
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_infinity.policy.access_order import AccessOrder, BlockId
+from zero_infinity.policy.access_order import AccessOrder, BlockId, Recency
 
 # Stale heap entries allowed in addition to one per block in memory, before the heap is rebuilt.
 _STALE_ENTRIES = 64
@@ -64,12 +64,16 @@ class CachePolicy:
         self._sizes: dict[BlockId, int] = {}
         self._cached: set[BlockId] = set()
         self.cached_bytes = 0
-        self._order = AccessOrder()
+        # Training and inference use the blocks in different orders; each is kept while the other goes on.
+        recency = Recency()
+        self._orders = {is_inference: AccessOrder(recency) for is_inference in (False, True)}
+        self._order = self._orders[False]
         # Farthest next use first; an entry is stale if the block was evicted or its next use has changed.
         self._farthest: list[tuple[int, BlockId]] = []
         self._next_use: dict[BlockId, int] = {}
         self._num_missing = 0  # blocks of the order that are not in memory
-        # The accesses from the clock up to here are visited: their blocks are in memory, with these bytes in total.
+        # The accesses from the clock up to here are visited: their blocks are in memory, or are fetched when their
+        # present content has ended. With these bytes in total.
         self._window_end = 0
         self._window_bytes = 0
         self._window: Counter[BlockId] = Counter()
@@ -88,6 +92,13 @@ class CachePolicy:
     def order(self) -> tuple[BlockId, ...]:
         """The accesses of the last complete cycle; empty while the first is being recorded."""
         return self._order.accesses
+
+    def follow(self, *, inference: bool) -> None:
+        """From now on accesses belong to the order of inference, or to that of training."""
+        order = self._orders[inference]
+        if order is not self._order:
+            self._order = order
+            self._find_place()
 
     # ------------------------------------------------------------------ events
 
@@ -111,10 +122,6 @@ class CachePolicy:
         self._look_ahead(None, evict, fetch)
         return Decision(tuple(evict), tuple(fetch)) if evict or fetch else NOTHING
 
-    def retract(self) -> None:
-        """The last access did not happen after all: remove it from the order."""
-        self._order.retract()
-
     def shrink(self, budget: int) -> tuple[BlockId, ...]:
         """Change the budget; returns what must be evicted."""
         self.budget = budget
@@ -128,14 +135,33 @@ class CachePolicy:
         if block in self._cached:
             self._remove(block)
 
+    def expire(self, block: BlockId) -> None:
+        """The content of `block` is no longer needed, and its next use is of another content: a copy before an update.
+
+        In later cycles it is not fetched ahead until this has happened again.
+        """
+        self._order.end_content(block)
+        if block in self._cached:
+            self._remove(block)
+        else:
+            self._cut_window(block)
+
     def end_cycle(self, *, same_order: bool = True) -> None:
         """End a step: the accesses recorded since the last one are the order from now on.
 
-        If the next cycle is known to differ (`same_order` is False), the order is recorded from scratch.
+        If the next cycle is known to differ (`same_order` is False), all orders are recorded from scratch.
         """
-        if self._order.end_cycle(same_order=same_order):
-            self._num_missing = len(self._order.blocks - self._cached)
-            self._restart()
+        if not same_order:
+            for order in self._orders.values():
+                order.end_cycle(same_order=False)
+            self._find_place()
+        elif self._order.end_cycle(same_order=True):
+            self._find_place()
+
+    def _find_place(self) -> None:
+        """The order, or the place in it, is another one."""
+        self._num_missing = len(self._order.blocks - self._cached)
+        self._restart()
 
     def _follow(self, block: BlockId) -> None:
         """Advance past this access, or continue at its next occurrence in the order."""
@@ -231,7 +257,7 @@ class CachePolicy:
                 size = self._sizes[block]
                 if self._window_bytes + size > self.lookahead:
                     return
-                if block not in self._cached:
+                if block not in self._cached and not self._order.ends_before(block, self._window_end):
                     victims = self._victims(size, self._window_end, keep=current)
                     if victims is None:
                         return
@@ -269,8 +295,11 @@ class CachePolicy:
         self._num_missing += block in self._order
         self._next_use.pop(block, None)
         self.cached_bytes -= self._sizes[block]
+        self._cut_window(block)
+
+    def _cut_window(self, block: BlockId) -> None:
+        """The window ends before the next use of a block that is not in memory, until that is fetched."""
         if self._window[block]:
-            # The window ends before its next use until it is fetched again.
             upcoming = self._order.next_use(block)
             while self._window_end > upcoming:
                 self._window_end -= 1

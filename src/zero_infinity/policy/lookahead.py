@@ -13,7 +13,15 @@ from zero_infinity.policy.unit_sizes import UnitSize
 _LOOKAHEAD_SHARE = 0.9
 _LOOKAHEAD_UNITS = 2
 _LEAST_LOOKAHEAD_BYTES = 64 << 20
-# Copies are made ahead of use as far as this share of their room allows.
+# Inference: so many times the unit that an average byte lies in, so that one is read while another is computed; at
+# least a share of the cache. What is fetched ahead in every cycle takes the place of what would stay (dev/LOG.md,
+# 2026-11-18): with half of a model in memory 0.9 of the cache reads 0.98 of the model a forward, 1/32 reads 0.52.
+_INFERENCE_UNITS = 2
+_INFERENCE_SHARE = 1 / 32
+# Copies in host memory are made ahead of use as far as this share of their room allows, on a device as far as all of
+# it: what is used before the end of forward or backward is used again after it, in the opposite order, so nothing is
+# evicted too early. With a third, the link idles while backward ends, and the next forward waits (dev/LOG.md,
+# 2026-11-18).
 _COPY_LOOKAHEAD_SHARE = 1 / 3
 
 
@@ -23,6 +31,13 @@ def lookahead_bytes(moving: Sequence[UnitSize], cache: int) -> int:
     return min(int(cache * _LOOKAHEAD_SHARE), max(_LOOKAHEAD_UNITS * largest, _LEAST_LOOKAHEAD_BYTES))
 
 
-def copy_lookahead(room: int) -> int:
+def inference_lookahead(sizes: Sequence[int], cache: int) -> int:
+    """How many bytes are fetched ahead of use where nothing is trained: units of `sizes` bytes, in `cache` bytes."""
+    usual = sum(size * size for size in sizes) // max(1, sum(sizes))
+    least = min(_LEAST_LOOKAHEAD_BYTES, int(cache * _INFERENCE_SHARE))
+    return min(int(cache * _LOOKAHEAD_SHARE), max(_INFERENCE_UNITS * usual, least))
+
+
+def copy_lookahead(room: int, *, on_device: bool) -> int:
     """How many bytes of copies are made ahead of use, out of `room` bytes for copies."""
-    return int(room * _COPY_LOOKAHEAD_SHARE)
+    return room if on_device else int(room * _COPY_LOOKAHEAD_SHARE)

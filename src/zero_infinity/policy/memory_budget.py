@@ -18,7 +18,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.policy import chunk_size
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.homes import Home, choose_homes
-from zero_infinity.policy.lookahead import lookahead_bytes
+from zero_infinity.policy.lookahead import inference_lookahead, lookahead_bytes
 from zero_infinity.policy.unit_sizes import UnitSize
 
 # Gradients on their way to the update may take this share of the budget (or one whole unit's, if that is more).
@@ -85,11 +85,12 @@ def place(
     *,
     nvme: bool,
     activations: bool = False,
+    trains: bool = True,
 ) -> MemoryDivision:
     """Divide `budget` bytes; raises `CapacityError` if they are not enough.
 
     `together`: modules whose parameters are needed all at once, with the bytes of these parameters.
-    `activations`: offloaded activations share the cache.
+    `activations`: offloaded activations share the cache. `trains`: false for inference.
     """
     gradients = max((u.arriving for u in units), default=0)
     if not nvme:
@@ -108,12 +109,13 @@ def place(
     most = budget if activations else everything
     cache = min(budget - resident - set_aside, most)
     least = _minimum(moving, together, chunk)
-    _check(moving, together, budget, resident, gradients, least)
+    _check(moving, together, budget, resident, gradients, least, trains=trains)
     if cache < least:
         # Tight: set aside only what one unit's gradients need.
         set_aside = gradients
         cache = min(budget - resident - set_aside, most)
-    return MemoryDivision(homes, resident, set_aside, cache, lookahead_bytes(moving, cache), chunk, everything, least)
+    ahead = lookahead_bytes(moving, cache) if trains else inference_lookahead([u.parameters for u in moving], cache)
+    return MemoryDivision(homes, resident, set_aside, cache, ahead, chunk, everything, least)
 
 
 def room_while_building(memory: int) -> int:
@@ -155,15 +157,20 @@ def _check(
     resident: int,
     gradients: int,
     least: int,
+    *,
+    trains: bool,
 ) -> None:
     minimum = resident + gradients + least
     if minimum <= budget:
         return
     largest = ("all small units", resident)  # if no unit moves there is nothing else to name
     name, size = max([*together, *((u.name, u.parameters) for u in moving)], key=lambda p: p[1], default=largest)
+    needed = (
+        f"{format_bytes(size)} of host memory for its parameters and {format_bytes(gradients)} for gradients to be "
+        f"trained, {format_bytes(minimum)} with two chunks of optimizer state"
+        if trains
+        else f"{format_bytes(minimum)} of host memory for its parameters, with those that stay resident"
+    )
     raise CapacityError(
-        f"{name!r} needs {format_bytes(size)} of host memory for its parameters and {format_bytes(gradients)} for "
-        f"gradients to be trained, {format_bytes(minimum)} with two chunks of optimizer state, but memory is "
-        f"{format_bytes(budget)}\n"
-        f"  fix:   memory={suggest_bytes(minimum)}"
+        f"{name!r} needs {needed}, but memory is {format_bytes(budget)}\n  fix:   memory={suggest_bytes(minimum)}"
     )

@@ -6,7 +6,7 @@ method is called with the lock of the store held, unless it says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CorruptionError, EngineClosedError, UsageError, ZeroInfinityError
@@ -17,6 +17,7 @@ from zero_infinity.storage.free_extents import FreeExtents
 from zero_infinity.storage.io_engine import IOEngine, IOTicket
 from zero_infinity.storage.io_types import Direction, Priority
 from zero_infinity.storage.store_monitor import StoreMonitor
+from zero_infinity.storage.swap_device import FileRange
 
 # Called when a transfer has ended, well or not, with the lock of the store held.
 Done = Callable[[Block], None]
@@ -56,6 +57,11 @@ class BlockIO:
         offset = _offset_of(block) + first
         ticket = self.engine.submit(Direction.READ, memory, offset, Priority.DEMANDED, block.name)
         return ticket, memory[start - first : stop - first]
+
+    def file_ranges(self, block: Block) -> Sequence[FileRange]:
+        """Where the content of `block` is in files. Nothing else would notice a byte that came back changed: with
+        `verify`, it is in none."""
+        return () if self._verify else self.engine.file_ranges(_offset_of(block), block.num_bytes)
 
     def close(self) -> None:
         """Close the engine. Called without the lock: completion callbacks take it."""

@@ -21,7 +21,7 @@ home is RAM keeps its buffer from its first fetch until its content expires.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -39,6 +39,7 @@ from zero_infinity.storage.io_types import Priority
 from zero_infinity.storage.pages import move_bytes
 from zero_infinity.storage.snapshot_guard import SnapshotGuard
 from zero_infinity.storage.store_monitor import StoreMonitor
+from zero_infinity.storage.swap_device import FileRange
 from zero_infinity.trace import Trace
 
 
@@ -151,6 +152,15 @@ class BlockStore:
             block.present_buffer()
             block.mark_changed()
 
+    def has_changes(self, block: Block) -> bool:
+        """True if a worker has yet to change the block."""
+        with self._monitor.lock:
+            return block.uses.has_changes()
+
+    def wait_unchanged(self, block: Block) -> None:
+        """Wait until no worker will change the block, so that it may be peeked at. It need not be in memory."""
+        self._waits.wait_for_changes(block)
+
     def peek(self, block: Block, start: int, stop: int, staging: memoryview) -> memoryview:
         """Bytes `start` to `stop` of the content, from wherever it is. For any thread, while nobody changes the block.
 
@@ -223,6 +233,20 @@ class BlockStore:
         with self._monitor.lock:
             use = block.uses.next_of(UseKind.READ)
             return use is not None and self._may_use(block, use)
+
+    # ------------------------------------------------------------------ reading homes past host memory
+
+    def file_ranges(self, block: Block) -> Sequence[FileRange]:
+        """Where the home of a block is in files; empty if it is not in files, or must not be read past the store."""
+        return self._io.file_ranges(block) if self._io is not None and block.home is Home.NVME else ()
+
+    def wait_for_home(self, block: Block, unless: Callable[[], bool]) -> bool:
+        """Wait until all of the content is in the home of a block; False if `unless` holds instead.
+
+        A block that has left memory logically may still be changed by an earlier update, or on its way home.
+        """
+        self._waits.wait(block, lambda b: unless() or _is_home_current(b))
+        return not unless()
 
     # ------------------------------------------------------------------ the process's heap
 
@@ -301,6 +325,10 @@ class BlockStore:
         finally:
             with self._monitor.lock:
                 self._end(block, use, dirty=dirty)
+
+
+def _is_home_current(block: Block) -> bool:
+    return block.has_content and not block.dirty and block.ticket is None and not block.uses.has_changes()
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:

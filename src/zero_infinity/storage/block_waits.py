@@ -59,6 +59,13 @@ class BlockWaits:
         with self._counted(self._waiting):
             self._poll(block, condition, unless_failed=unless_failed)
 
+    def wait_for_changes(self, block: Block) -> None:
+        """Wait until no worker has yet to change the block; demands nothing."""
+        with self._monitor.lock:
+            while block.uses.has_changes():
+                self._monitor.check()
+                self._monitor.lock.wait(_POLL_SECONDS)
+
     @contextmanager
     def use(self, block: Block, condition: Callable[[Block], bool]) -> Iterator[memoryview]:
         """Wait for `condition`, then view the bytes of the block."""

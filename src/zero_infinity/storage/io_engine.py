@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zero_infinity.errors import ConfigError
 from zero_infinity.policy.alignment import ALIGNMENT, round_up
@@ -21,7 +21,7 @@ from zero_infinity.storage.io_queue import IOTransfer
 from zero_infinity.storage.io_types import Direction, IOCounters, Priority
 from zero_infinity.storage.io_workers import IOWorkers
 from zero_infinity.storage.pages import address_of
-from zero_infinity.storage.swap_device import SwapDevice
+from zero_infinity.storage.swap_device import FileRange, InFiles, SwapDevice
 from zero_infinity.trace import Trace
 
 NUM_THREADS = 4
@@ -53,6 +53,11 @@ class IOEngine:
             thread.start()
         # Not at exit: daemon threads simply end then, and the kernel frees the swap files.
         weakref.finalize(self, self._workers.abandon).atexit = False
+
+    @property
+    def thread_ids(self) -> list[int]:
+        """The kernel's numbers of the worker threads."""
+        return [thread.native_id for thread in self._threads if thread.native_id is not None]
 
     @property
     def capacity(self) -> int:
@@ -89,6 +94,10 @@ class IOEngine:
     def describe(self, offset: int) -> str:
         """Where the byte at `offset` is stored ("/mnt/nvme/... at 4096"), for error messages."""
         return self._device.describe(offset)
+
+    def file_ranges(self, offset: int, num_bytes: int) -> Sequence[FileRange]:
+        """Where these bytes are in files, for a reader beside the engine; empty if they are in none."""
+        return self._device.file_ranges(offset, num_bytes) if isinstance(self._device, InFiles) else ()
 
     def counters(self) -> IOCounters:
         """A consistent snapshot of the counters."""

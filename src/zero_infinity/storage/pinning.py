@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_infinity.errors import CapacityError
+from zero_infinity.storage.numa import cores_near, running_near
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,11 @@ def accelerator_pinning(device: torch.device) -> Pinning | None:
     if make_runtime is None:
         return None
     runtime = make_runtime()
+    near = cores_near(device)
 
     def register(address: int, num_bytes: int) -> None:
-        error = int(runtime.cudaHostRegister(address, num_bytes, 0))
+        with running_near(near):  # the pages are touched here first
+            error = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if error != 0:
             raise CapacityError(
                 f"the accelerator refused to pin {num_bytes:,} bytes of host memory (error {error})\n"

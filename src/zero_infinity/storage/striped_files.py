@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from zero_infinity.errors import ConfigError, StorageError
 from zero_infinity.policy.alignment import ALIGNMENT
-from zero_infinity.storage.swap_device import UNLIMITED
+from zero_infinity.storage.swap_device import UNLIMITED, FileRange
 from zero_infinity.storage.swap_file import SwapFile
 
 # As large as a request of the I/O engine: a smaller stripe would split every request without benefit, and a larger one
@@ -83,6 +83,16 @@ class FileDevice:
     def describe(self, offset: int) -> str:
         file, file_offset = self._locate(offset)
         return f"{file.directory}/(swap file) at {file_offset}"
+
+    def file_ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
+        ranges: list[FileRange] = []
+        stop = offset + num_bytes
+        while offset < stop:
+            part = min(stop - offset, self.max_request(offset))
+            file, file_offset = self._locate(offset)
+            ranges.append(FileRange(file.descriptor, file_offset, part))
+            offset += part
+        return ranges
 
     def close(self) -> None:
         for file in self._files:

@@ -9,10 +9,29 @@ Implementations: `FileDevice` (striped_files); benchmarks have a throttled one, 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 # Returned by `SwapDevice.max_request` if a request may have any size.
 UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of an open file."""
+
+    descriptor: int
+    offset: int
+    num_bytes: int
+
+
+@runtime_checkable
+class InFiles(Protocol):
+    """A device whose bytes lie in files, which others may read, too."""
+
+    def file_ranges(self, offset: int, num_bytes: int) -> Sequence[FileRange]:
+        """Where these bytes are, in their order."""
 
 
 class SwapDevice(Protocol):

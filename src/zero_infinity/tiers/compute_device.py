@@ -150,3 +150,14 @@ class CpuMemory:
 def memory_of(pool: BufferPool) -> Callable[[int], DeviceMemory]:
     """Return a function that allocates host memory from a pool."""
     return lambda num_bytes: CpuMemory(pool.take(num_bytes))
+
+
+def memory_to_compute_into(device: ComputeDevice) -> Callable[[int], DeviceMemory]:
+    """Return a function that allocates memory of a device which this thread's kernels, and not uploads, write first."""
+
+    def allocate(num_bytes: int) -> DeviceMemory:
+        memory = device.allocate(num_bytes)
+        device.uploaded().order()  # its earlier contents may still be on their way
+        return memory
+
+    return allocate

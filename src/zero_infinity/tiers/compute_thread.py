@@ -23,19 +23,26 @@ class ComputeThread:
         self._update_worker = update_worker
         self._run_trace = run_trace
         self.waited_seconds = 0.0  # the exposed wait that stats report
+        self._waiting_since: float | None = None
 
     def pass_by(self) -> None:
         """Run the updates that are ready, unless they are reserved for the worker."""
         self._update_worker.help()
 
+    def seconds_of_wait(self) -> float:
+        """How long it has been waiting now; for any thread."""
+        since = self._waiting_since
+        return time.perf_counter() - since if since is not None else 0.0
+
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """The compute thread waits for `name` inside this context."""
         self._update_worker.take_over()
-        start = time.perf_counter()
+        start = self._waiting_since = time.perf_counter()
         try:
             yield
         finally:
+            self._waiting_since = None
             seconds = time.perf_counter() - start
             self.waited_seconds += seconds
             if self._run_trace is not None:

@@ -1,8 +1,10 @@
 """Copies units to the compute device, in order, on its own thread; all-gathers them where they are sharded.
 
 A copy is made from the unit's block in host memory, which is held until the device has read it: several copies may be
-under way. Where each rank stores a shard, the thread all-gathers the rest, so every rank must submit the same copies in
-the same order.
+under way.
+
+Where each rank stores a shard, the thread all-gathers the rest, in the order that all ranks agree on
+(`comm/proposals.py`). A unit that only some ranks want is sent to these; the others' threads take part without a copy.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from zero_infinity.comm.channel import Channel, Topic
-from zero_infinity.errors import DivergenceError, again
+from zero_infinity.comm.topics import Topic
+from zero_infinity.errors import again
 from zero_infinity.interrupts import through
 from zero_infinity.one_core_thread import use_one_core
 from zero_infinity.policy.partition import Span
 from zero_infinity.policy.unit_sizes import copy_bytes
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
-from zero_infinity.tiers.compute_device import ComputeDevice, DeviceMemory, DeviceTransfer
+from zero_infinity.tiers.compute_device import FINISHED, ComputeDevice, DeviceMemory, DeviceTransfer
+from zero_infinity.tiers.compute_thread import ComputeThread
+from zero_infinity.tiers.direct_read import DirectReader
+from zero_infinity.tiers.unit_gather import ShardSource, UnitGather
 from zero_infinity.trace import Category
 
 # How often a thread that waits for the copy thread checks that it is still alive.
@@ -35,7 +40,7 @@ _POLL_SECONDS = 0.1
 _MAX_UNDER_WAY = 4
 
 
-class CopySource(Protocol):
+class CopySource(ShardSource, Protocol):
     """The part of a unit that this layer needs to copy it."""
 
     @property
@@ -43,27 +48,21 @@ class CopySource(Protocol):
     @property
     def number(self) -> int: ...
     @property
-    def dtype(self) -> torch.dtype: ...
-    @property
     def compute_dtype(self) -> torch.dtype: ...
     @property
     def num_elements(self) -> int: ...
     @property
-    def spans(self) -> tuple[Span, ...]: ...
-    @property
-    def stored(self) -> Span: ...
-    @property
     def is_stored_in_parts(self) -> bool: ...
-    def the_block(self) -> Block: ...
 
 
 class DeviceCopy:
     """One unit's elements on the compute device."""
 
-    __slots__ = ("_ready", "_transfer", "error", "is_dropped", "is_written", "memory", "source")
+    __slots__ = ("_ready", "_transfer", "error", "is_direct", "is_dropped", "is_written", "memory", "source")
 
-    def __init__(self, source: CopySource) -> None:
+    def __init__(self, source: CopySource, *, is_direct: bool = False) -> None:
         self.source = source
+        self.is_direct = is_direct  # it is read from the block's home past host memory
         self.memory: DeviceMemory | None = None
         self.error: BaseException | None = None
         self.is_dropped = False
@@ -117,37 +116,96 @@ class DeviceCopy:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    number: int  # the same on every rank
-    name: str
+    topic: Topic
     copies: list[DeviceCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """The submitting thread waits until every rank does."""
+
+    ended: threading.Event
 
 
 class Copier:
     """The copy thread. It refers to a unit only while copying it."""
 
-    def __init__(self, store: BlockStore, device: ComputeDevice, channel: Channel | None, *, lane: str) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        device: ComputeDevice,
+        gathering: UnitGather | None,
+        compute_thread: ComputeThread,
+        *,
+        lane: str,
+        direct: DirectReader | None = None,
+    ) -> None:
+        """`direct` reads homes on NVMe past host memory; only where copies are not gathered."""
         self.device = device
+        self.direct = direct
         self._lane = lane  # its row in a trace
-        self._channel = channel
+        self._gathering = gathering
+        self._compute_thread = compute_thread
         self._store = store
         self._changed = threading.Condition(threading.Lock())
         self._num_pending = 0
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None  # a collective failed: none runs after that
+        self._tasks: queue.SimpleQueue[_Task | _Pause | None] = queue.SimpleQueue()
         # Oldest first: the block it reads, and what keeps that in memory.
         self._under_way: deque[tuple[DeviceTransfer, Block, ExitStack]] = deque()
         self._thread = threading.Thread(target=self._work, name="zero-infinity-copy", daemon=True)
         self._thread.start()
 
     @property
+    def bytes_read_directly(self) -> int:
+        return self.direct.bytes_read if self.direct is not None else 0
+
+    @property
+    def thread_id(self) -> int:
+        """The kernel's number of the copy thread."""
+        return self._thread.native_id or 0
+
+    @property
     def is_collective(self) -> bool:
         """True if copies are gathered from all ranks."""
-        return self._channel is not None
+        return self._gathering is not None
+
+    def reads_directly(self, source: CopySource) -> bool:
+        """True if a copy can be read from the home of its block past host memory, when the block is not there."""
+        return (
+            self.direct is not None
+            and source.dtype == source.compute_dtype
+            and bool(self._store.file_ranges(source.the_block()))
+        )
 
     def submit(self, number: int, name: str, copies: list[DeviceCopy]) -> None:
-        """Make these copies together. Their units' blocks are held for reading until then."""
+        """Make these copies together. The blocks of those that are not direct are held for reading until then."""
         with self._changed:
             self._num_pending += 1
-        self._tasks.put(_Task(number, name, copies))
+        self._tasks.put(_Task(Topic("parameter gather", number, name), copies))
+
+    def register(self, number: int, name: str, sources: Sequence[CopySource]) -> None:
+        """Other ranks may gather these units, which are copied together, by this number."""
+        if self._gathering is not None:
+            self._gathering.register(number, name, sources)
+
+    @property
+    def num_differences(self) -> int:
+        """Number of gathers so far that not every rank wanted: the same on every rank, during a pause."""
+        return self._gathering.num_differences if self._gathering is not None else 0
+
+    def pause(self) -> Callable[[], None]:
+        """From now on take part in what other ranks gather. Call the result to wait until every rank pauses."""
+        pause = _Pause(threading.Event())
+        self._tasks.put(pause)
+
+        def wait() -> None:
+            with through():
+                pause.ended.wait()
+            if self._failed is not None:
+                raise again(self._failed)
+
+        return wait
 
     def drain(self) -> None:
         """Wait until every copy is made, including dropped ones. The thread that acquires a copy raises its error."""
@@ -164,10 +222,12 @@ class Copier:
     def close(self) -> None:
         """End the thread after its current copy."""
         self._tasks.put(None)
-        if self._channel is not None:
-            self._channel.end(self._thread)
+        if self._gathering is not None:
+            self._gathering.channel.end(self._thread)
         elif threading.current_thread() is not self._thread:
             self._thread.join()
+        if self.direct is not None:
+            self.direct.close()
         self.device.close()
 
     def _work(self) -> None:
@@ -179,18 +239,21 @@ class Copier:
                 self._finish_oldest()
 
     def _make_all(self) -> None:
-        failed: BaseException | None = None  # set by a failed collective: no collective runs after that
         while (task := self._next_task()) is not None:
+            if isinstance(task, _Pause):
+                if self._gathering is not None and self._failed is None:
+                    self._try(self._gathering.take_part_until_all_pause)
+                task.ended.set()
+                continue
             try:
-                if failed is not None:
-                    raise again(failed)
+                if self._failed is not None:
+                    raise again(self._failed)
                 self._make(task)
             except BaseException as error:  # noqa: BLE001 - raised by the thread that acquires the copy
                 for copy in task.copies:
                     copy.error = error.with_traceback(None)  # its frames would keep the copies and their memory alive
-                # If ranks ask for different units nothing was exchanged, so they may still recover.
-                if self._channel is not None and not isinstance(error, DivergenceError):
-                    failed = error
+                if self._gathering is not None:
+                    self._failed = error.with_traceback(None)
             with self._changed:
                 for copy in task.copies:
                     copy.finish()
@@ -198,14 +261,30 @@ class Copier:
                 self._changed.notify_all()
             del task, copy
 
-    def _next_task(self) -> _Task | None:
+    def _try(self, exchange: Callable[[], None]) -> None:
+        """Run an exchange with other ranks; an error is kept for the threads that wait."""
+        try:
+            exchange()
+        except BaseException as error:  # noqa: BLE001 - raised by these threads
+            self._failed = error.with_traceback(None)
+
+    def _next_task(self) -> _Task | _Pause | None:
         """Wait for a task; releases the sources of finished copies meanwhile."""
         while self._under_way:
             try:
                 return self._tasks.get_nowait()
             except queue.Empty:
                 self._finish_oldest()
-        return self._tasks.get()
+        if self._gathering is None:
+            return self._tasks.get()
+        while True:
+            patience = self._gathering.patience_seconds
+            try:
+                return self._tasks.get(timeout=patience)
+            except queue.Empty:
+                # The submitting thread may wait for another rank, which waits for this rank's shard of a unit.
+                if self._failed is None and self._compute_thread.seconds_of_wait() > patience:
+                    self._try(self._gathering.take_part_once)
 
     def _finish_oldest(self) -> None:
         """Wait until the device has read the oldest source, and release it."""
@@ -215,20 +294,37 @@ class Copier:
 
     def _make(self, task: _Task) -> None:
         with torch.no_grad():
-            if self._channel is not None:
-                self._gather(self._channel, task)
+            if self._gathering is not None:
+                self._gather(self._gathering, task)
                 return
             for copy in task.copies:
                 self._copy(copy)
 
     def _copy(self, copy: DeviceCopy) -> None:
         source = copy.source
+        if copy.is_direct and self.direct is not None:
+            self._read_directly(copy, self.direct)
+            return
         if copy.is_dropped:
             self._finish_before(source.the_block())
             with self._store.reading(source.the_block()):
                 return
         copy.memory = self.device.allocate(_num_bytes(source))
         copy.made(self._load(source, source.num_elements, copy.flat()))
+
+    def _read_directly(self, copy: DeviceCopy, direct: DirectReader) -> None:
+        """Read a copy from the home of its block. An update drops the copy before it changes the block."""
+        block = copy.source.the_block()
+        while self._under_way:  # this thread must never wait for a block while it holds others
+            self._finish_oldest()
+        if not self._store.wait_for_home(block, unless=lambda: copy.is_dropped):
+            return
+        copy.memory = self.device.allocate(_num_bytes(copy.source))
+        self.device.uploaded().wait()  # no stream knows of the read: what has used the memory before must be done
+        start = time.perf_counter()
+        direct.read(copy.flat(), self._store.file_ranges(block))
+        copy.made(FINISHED)
+        self._note(copy.source, start, block.num_bytes)
 
     def _load(self, source: CopySource, num_elements: int, target: torch.Tensor) -> DeviceTransfer:
         """Copy a unit's block, or a part of it, to the device as soon as the block is in memory."""
@@ -256,12 +352,15 @@ class Copier:
     def _upload(self, source: CopySource, stored: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         start = time.perf_counter()
         transfer = self.device.upload(stored, target)
-        if self._store.trace is not None:
-            seconds = time.perf_counter() - start
-            self._store.trace.span(source.name, Category.FETCH, self._lane, start, seconds, stored.nbytes)
+        self._note(source, start, stored.nbytes)
         return transfer
 
-    def _gather(self, channel: Channel, task: _Task) -> None:
+    def _note(self, source: CopySource, start: float, num_bytes: int) -> None:
+        if self._store.trace is not None:
+            seconds = time.perf_counter() - start
+            self._store.trace.span(source.name, Category.FETCH, self._lane, start, seconds, num_bytes)
+
+    def _gather(self, gather: UnitGather, task: _Task) -> None:
         """All-gather these units, including dropped ones: the other ranks take part."""
         with self.device.uploading():
             wholes: list[tuple[torch.Tensor, Sequence[Span]]] = []
@@ -273,9 +372,7 @@ class Copier:
                     whole = torch.empty(source.num_elements, dtype=source.dtype, device=whole.device)
                 self._load(source, len(source.stored), whole[source.stored.start : source.stored.stop])
                 wholes.append((whole, source.spans))
-            topic = Topic("parameter gather", task.number, task.name)
-            channel.agree(topic)
-            channel.gather(topic, wholes)
+            gather(task.topic, wholes)
             for copy, (whole, _) in zip(task.copies, wholes, strict=True):
                 if whole.dtype != copy.source.compute_dtype:
                     copy.flat().copy_(whole)

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.channel import Channel
 from zero_infinity.engine_parts import PolicyFactory
-from zero_infinity.errors import CapacityError, DivergenceError
+from zero_infinity.errors import CapacityError
 from zero_infinity.policy.cache_policy import NoRoomError
 from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.tiers.copier import Copier, CopySource, DeviceCopy, copy_size
+from zero_infinity.tiers.direct_read import DirectReader
 from zero_infinity.tiers.host_cache import HostCache
 from zero_infinity.tiers.tier import Tier
+from zero_infinity.tiers.unit_gather import UnitGather
 from zero_infinity.trace import COPIES, HOST
 
 # Group numbers start here, so that they never equal a unit number.
@@ -45,13 +46,6 @@ class CopyGroup:
         return sum(copy_size(source) for source in self.sources)
 
 
-class RoutingGroups(Protocol):
-    """Knows from which units ranks choose (routing), before they have agreed on the choice."""
-
-    def chosen_from(self, number: int) -> tuple[str, Sequence[CopySource]] | None:
-        """Return the units from which a rank may choose this one, and their common name."""
-
-
 class CopyMover:
     """Makes and drops copies; writes back those that the user has changed."""
 
@@ -62,11 +56,17 @@ class CopyMover:
         self._copies: dict[int, dict[CopySource, DeviceCopy]] = {}  # by key of their group
 
     def fetch(self, group: CopyGroup, *, ahead: bool) -> None:  # noqa: ARG002 - copies are made in order
-        copies = self._copies[group.key] = {source: DeviceCopy(source) for source in group.sources}
-        for source in group.sources:
-            self._host_cache.access(source.the_block())
-            self._host_cache.store.hold_to_read(source.the_block())
+        copies = self._copies[group.key] = {source: self._begin_copy(source) for source in group.sources}
         self._copier.submit(group.number, group.name, list(copies.values()))
+
+    def _begin_copy(self, source: CopySource) -> DeviceCopy:
+        block = source.the_block()
+        # By the policy's count, which does not depend on when something moves.
+        if not self._host_cache.is_cached(block) and self._copier.reads_directly(source):
+            return DeviceCopy(source, is_direct=True)
+        self._host_cache.access(block)
+        self._host_cache.store.hold_to_read(block)
+        return DeviceCopy(source)
 
     def evict(self, group: CopyGroup) -> None:
         self.write_back(group)
@@ -147,7 +147,6 @@ class DeviceCache:
         lookahead: int,
         *,
         tier_name: str,
-        routing: RoutingGroups | None = None,
     ) -> None:
         trace = host_cache.store.trace
         if trace is not None:
@@ -158,8 +157,9 @@ class DeviceCache:
         self._tier: Tier[CopyGroup] = Tier(
             self._mover, host_cache.compute_thread, make_policy, budget, lookahead, collective=self._is_shared
         )
-        self._routing = routing
+        self._num_differences = 0  # seen up to the last step
         self._groups: dict[CopySource, CopyGroup] = {}
+        self.shrink: Callable[[str], bool] = _cannot_shrink  # when the device has run out of memory, which it is told
 
     # ------------------------------------------------------------------ units
 
@@ -181,6 +181,7 @@ class DeviceCache:
 
     def _add(self, group: CopyGroup) -> None:
         self._groups.update(dict.fromkeys(group.sources, group))
+        self.copier.register(group.number, group.name, group.sources)
         self._tier.add(group)
 
     def remove(self, source: CopySource) -> None:
@@ -196,31 +197,15 @@ class DeviceCache:
 
     def acquire(self, source: CopySource) -> torch.Tensor:
         """Return the elements in `source.compute_dtype`; they stay while the tensor or a view of it is alive."""
+        is_second = False
         while True:
             try:
                 return self._acquire(source)
-            except DivergenceError as divergence:
-                joined = self._chosen_together(divergence.wanted)
-                if joined is None:
+            except torch.OutOfMemoryError:
+                self._tier.drop(self._groups[source])  # it has no memory, perhaps since it was to be copied ahead
+                if not self.shrink("when a layer was to be copied to it") and is_second:
                     raise
-                # Each rank has made room for a different unit. Now all ranks have the same copies and record again.
-                self._tier.drop_unpinned()
-                self._tier.policy.retract()
-                name, sources = joined
-                self.join(name, sources)
-                if self._groups[source] is not self._groups[sources[0]]:
-                    self._acquire(sources[0])
-
-    def _chosen_together(self, wanted: Iterable[int]) -> tuple[str, Sequence[CopySource]] | None:
-        """Return the units to gather together after ranks asked for different ones."""
-        for number in sorted(set(wanted)):
-            for group in self._groups.values():
-                if group.number == number and len(group.sources) > 1:
-                    return group.name, group.sources
-            found = self._routing.chosen_from(number) if self._routing is not None else None
-            if found is not None:
-                return found
-        return None
+                is_second = True
 
     def _acquire(self, source: CopySource) -> torch.Tensor:
         with self._tier.lock:
@@ -260,14 +245,36 @@ class DeviceCache:
             self._mover.write_back(group)
             self._tier.invalidate(group)
 
+    def look_ahead(self) -> None:
+        """The update of a unit holds its block: the next copy may be asked for, and is made after the update."""
+        self._tier.look_ahead()
+
     def end_cycle(self, *, same_order: bool) -> None:
-        self._tier.end_cycle(same_order=same_order)
+        """End a step; every rank does."""
+        if self.copier.num_differences == self._num_differences:
+            self._tier.end_cycle(same_order=same_order)
+            return
+        # Ranks have used different units, so they keep different copies and would look ahead differently.
+        self._num_differences = self.copier.num_differences
+        self._tier.start_over()
+
+    def follow(self, *, inference: bool) -> None:
+        self._tier.follow(inference=inference)
 
     def write_back_all(self) -> None:
         with self._tier.lock:
             self._mover.write_back_all()
 
-    # ------------------------------------------------------------------ lending and closing
+    # ------------------------------------------------------------------ the budget, and closing
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all copies together, whether they are there or not."""
+        return self._tier.total_bytes
+
+    def limit(self, budget: int, lookahead: int) -> None:
+        """Set the budget; evicts what exceeds it, but for what is in use."""
+        self._tier.limit(budget, lookahead)
 
     def lend(self, num_bytes: int) -> bool:
         """Reduce the budget by `num_bytes`; returns False and changes nothing if too much is in use."""
@@ -280,6 +287,10 @@ class DeviceCache:
     def drain(self) -> None:
         """Wait until every started copy is made."""
         self.copier.drain()
+
+
+def _cannot_shrink(_: str) -> bool:
+    return False
 
 
 def round_to_stored(source: CopySource, part: torch.Tensor) -> None:
@@ -297,8 +308,10 @@ def make_device_cache(
     *,
     channel: Channel | None = None,
     tier_name: str = COPIES,
-    routing: RoutingGroups | None = None,
+    direct: DirectReader | None = None,
 ) -> DeviceCache:
     """Return a cache of copies on `device`; with a `channel`, of units that are gathered from all ranks."""
-    copier = Copier(host_cache.store, device, channel, lane=f"{HOST} to {tier_name}")
-    return DeviceCache(copier, host_cache, make_policy, budget, lookahead, tier_name=tier_name, routing=routing)
+    gathering = UnitGather(host_cache.store, channel) if channel is not None else None
+    lane = f"{HOST} to {tier_name}"
+    copier = Copier(host_cache.store, device, gathering, host_cache.compute_thread, lane=lane, direct=direct)
+    return DeviceCache(copier, host_cache, make_policy, budget, lookahead, tier_name=tier_name)

@@ -83,6 +83,11 @@ class HostCache(Tier[Block]):
         if block.home is Home.NVME:
             super().add(block)
 
+    def is_cached(self, block: Block) -> bool:
+        """True if the block is in memory by the policy's count; one that is resident always is."""
+        with self.lock:
+            return block.home is not Home.NVME or block.key in self.policy
+
     def remove(self, block: Block) -> None:
         """Drop a block that the recorded order does not contain; it must not be used again."""
         self.expire(block)

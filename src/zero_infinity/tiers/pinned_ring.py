@@ -1,4 +1,4 @@
-"""A ring of pinned host buffers, through which unpinned memory is copied to a device.
+"""A ring of pinned host buffers, through which unpinned memory is copied to a device and back.
 
 A copy from pageable memory blocks the thread that starts it. A buffer of the ring is filled by the CPU, which also
 converts dtypes, and copied to the device while the next one is filled.
@@ -35,6 +35,30 @@ class PinnedRing:
             staged.copy_(source[start : start + step])
             part.copy_(staged, non_blocking=True)
             self._events[place] = stream.record_event()
+
+    def download(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
+        """Copy a device tensor into as many host elements, on the current stream, which is `stream`; waits for it.
+
+        While one buffer is emptied the next one is filled.
+        """
+        step = self._buffer_bytes // source.element_size()
+        filling: tuple[torch.Tensor, torch.Tensor, torch.Event] | None = None
+        for start in range(0, source.numel(), step):
+            part = source[start : start + step]
+            place = self._free_buffer()
+            staged = self._buffers[place][: part.nbytes].view(source.dtype)
+            staged.copy_(part, non_blocking=True)
+            event = self._events[place] = stream.record_event()
+            self._empty(filling)
+            filling = target[start : start + step], staged, event
+        self._empty(filling)
+
+    @staticmethod
+    def _empty(filling: tuple[torch.Tensor, torch.Tensor, torch.Event] | None) -> None:
+        if filling is not None:
+            target, staged, event = filling
+            event.synchronize()
+            target.copy_(staged)
 
     def _free_buffer(self) -> int:
         """Return the number of a buffer that no copy reads."""

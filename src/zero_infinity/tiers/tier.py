@@ -126,13 +126,31 @@ class Tier(Generic[Entry]):
                 self.drop(entry)
             self._last_key = None
 
+    def start_over(self) -> None:
+        """End a step, keep nothing and forget the order of accesses."""
+        with self.lock:
+            for key in sorted(self._stale):
+                self.drop(self._entries[key])
+            self._stale.clear()
+            self.drop_unpinned()
+            self.policy.end_cycle(same_order=False)
+        self._mover.moved(self.policy.cached_bytes)
+
     def invalidate(self, entry: Entry) -> None:
         """The entry is stale: it is not used again before the end of the step."""
         with self.lock:
             if self._collective:
                 self._stale.add(entry.key)
-            else:
-                self.drop(entry)
+                return
+            if entry.key in self._entries:
+                self.policy.expire(entry.key)
+            self._mover.evict(entry)
+
+    def look_ahead(self) -> None:
+        """Between two accesses: prefetch what the next ones need."""
+        with self.lock:
+            if not self._collective:
+                self._carry_out(self.policy.look_ahead(), None)
 
     def end_cycle(self, *, same_order: bool) -> None:
         """End a step. `same_order`: the next step is expected to use entries in the same order."""
@@ -146,6 +164,11 @@ class Tier(Generic[Entry]):
             if self._collective:
                 self._carry_out(self.policy.look_ahead(), None)
         self._mover.moved(self.policy.cached_bytes)
+
+    def follow(self, *, inference: bool) -> None:
+        """From now on accesses belong to a cycle of inference, or of training."""
+        with self.lock:
+            self.policy.follow(inference=inference)
 
     # ------------------------------------------------------------------ use
 
@@ -204,6 +227,11 @@ class Tier(Generic[Entry]):
         return entry.key in self._pins
 
     # ------------------------------------------------------------------ the budget
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all entries together, whether they are in the tier or not."""
+        return sum(entry.held_bytes for entry in list(self._entries.values()))
 
     def limit(self, budget: int, lookahead: int) -> None:
         """Set the budget of all entries together; evicts what exceeds it."""

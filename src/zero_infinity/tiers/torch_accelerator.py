@@ -18,6 +18,8 @@ import torch
 
 from zero_infinity._torch import num_storage_uses
 from zero_infinity.tiers.compute_device import DeviceTransfer
+from zero_infinity.tiers.link import Link
+from zero_infinity.tiers.others_peak import OthersPeak
 from zero_infinity.tiers.pinned_ring import PinnedRing
 
 
@@ -42,14 +44,18 @@ class StreamTransfer:
 
 
 class TorchAccelerator:
-    """One accelerator, with a byte budget for copies of parameters."""
+    """One accelerator, with a byte budget for copies of parameters.
 
-    def __init__(self, device: torch.device, budget: int) -> None:
+    `is_measured`: the budget is a share of what was free, and not chosen by the user.
+    """
+
+    def __init__(self, device: torch.device, budget: int, *, is_measured: bool = False) -> None:
         self._device = indexed(device)
+        self.is_measured = is_measured
         self._up = torch.Stream(self._device)
         self._down = torch.Stream(self._device)
         self._reduce = torch.Stream(self._device)
-        self._memory = MemoryPool(self._device, self._up, budget)
+        self.memory = MemoryPool(self._device, self._up, budget)
         self._ring = PinnedRing(budget)
 
     @property
@@ -58,10 +64,10 @@ class TorchAccelerator:
 
     @property
     def budget(self) -> int:
-        return self._memory.budget
+        return self.memory.budget
 
     def allocate(self, num_bytes: int) -> StreamMemory:
-        return self._memory.take(num_bytes)
+        return self.memory.take(num_bytes)
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> DeviceTransfer:
         with self._up:
@@ -90,6 +96,13 @@ class TorchAccelerator:
     def uploaded(self) -> DeviceTransfer:
         """Return what is launched on the stream of uploads so far."""
         return StreamTransfer(self._device, self._up.record_event())
+
+    def link(self) -> Link:
+        """Return copies for another thread than the one that uploads units."""
+        ring = PinnedRing(self.budget)
+        return Link(
+            self._up, self._down, ring, lambda event: StreamTransfer(self._device, event), self.memory.give_back
+        )
 
     def computed(self) -> torch.Event:
         """Return an event after what this thread has launched so far."""
@@ -147,10 +160,27 @@ class MemoryPool:
     def __init__(self, device: torch.device, stream: torch.Stream, budget: int) -> None:
         self.device = device
         self.budget = budget
+        self.others = OthersPeak(device)
         self._stream = stream
         self._lock = threading.Lock()
         self._held_bytes = 0  # in use, and free
         self._free: list[tuple[torch.Tensor, list[torch.Event]]] = []  # the events after its last uses
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in use, and free ones kept for reuse."""
+        return self._held_bytes
+
+    def limit(self, budget: int) -> None:
+        """Change the budget; free memory beyond it goes back to torch."""
+        with self._lock:
+            self.budget = budget
+            self._trim()
+
+    def give_back(self) -> None:
+        """Return everything that is not in use to the device. Waits for it."""
+        with self._lock:
+            self._give_back()
 
     def take(self, num_bytes: int) -> StreamMemory:
         """Return memory that the stream may write to: it waits for what still reads it, this thread does not."""
@@ -170,24 +200,41 @@ class MemoryPool:
                 # A user's tensor is alive: torch frees the memory with it, after what these streams do until then.
                 for stream in streams:
                     base.record_stream(stream)
+                self.others.note(self._held_bytes)
                 self._held_bytes -= base.numel()
+                self.others.restart()
             else:
                 self._free.append((base, [stream.record_event() for stream in streams]))
+                self._trim()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        while self._free and self._held_bytes + num_bytes > self.budget:
-            self._drop_oldest()
+        self.others.note(self._held_bytes)
+        self._trim(num_bytes)
         try:
             base = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:
             # The user's activations have grown, or memory is fragmented.
-            while self._free:
-                self._drop_oldest()
-            torch.accelerator.synchronize(self.device)
-            torch.accelerator.memory.empty_cache()
+            self._give_back()
             base = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._held_bytes += num_bytes
+        self.others.restart()
         return base
+
+    def _trim(self, num_bytes: int = 0) -> None:
+        """Drop free memory until this much more fits in the budget."""
+        if self._free and self._held_bytes + num_bytes > self.budget:
+            self.others.note(self._held_bytes)
+            while self._free and self._held_bytes + num_bytes > self.budget:
+                self._drop_oldest()
+            self.others.restart()
+
+    def _give_back(self) -> None:
+        self.others.note(self._held_bytes)
+        while self._free:
+            self._drop_oldest()
+        torch.accelerator.synchronize(self.device)
+        torch.accelerator.memory.empty_cache()
+        self.others.restart()
 
     def _drop_oldest(self) -> None:
         """Return free memory to torch, which gives it to this stream only: the stream waits for its last uses."""

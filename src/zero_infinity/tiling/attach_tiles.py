@@ -16,11 +16,9 @@ def attach_tiles(
     unsharder: Unsharder,
     materializer: Materializer,
     trainer: TileGradientTaker,
-    *,
-    lazy_logits: bool,
 ) -> None:
-    """`tiled`: weights with tiles, and whether they produce logits. `lazy_logits`: logits may stay unmaterialized."""
+    """`tiled`: weights with tiles, and whether they produce logits, which then stay unmaterialized."""
     for whole, makes_logits in tiled.items():
         unsharder.access.sources.serve(whole.unit, materializer)
-        make = make_logits if makes_logits and lazy_logits else None
+        make = make_logits if makes_logits else None
         whole.use_tiles(TiledWeight(whole, unsharder, materializer, trainer, make))

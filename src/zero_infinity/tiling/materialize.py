@@ -92,6 +92,9 @@ class Materializer:
         """An update of a tile was submitted: user changes of the whole are applied before it."""
         self.settle(unit)
 
+    def look_ahead(self) -> None:
+        """Nothing to do: its tiles are copied ahead."""
+
     def end_cycle(self, *, same_order: bool) -> None:  # noqa: ARG002 - it has no recorded order
         self._collect()
 

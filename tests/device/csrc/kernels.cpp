@@ -308,16 +308,15 @@ void enqueue(const Call& call, Outputs outputs) {
   auto op = call;
   op.given.clear();
   auto seconds = delays().kernel_seconds;
-  current_queue(call.device).push([op, arguments, outputs = std::move(outputs), seconds] {
+  current_queue(call.device).push([op, arguments, outputs = std::move(outputs)] {
     at::NoGradGuard no_grad;
     std::vector<IValue> values;
     for (const auto& argument : *arguments) {
       values.push_back(argument.on_cpu());
     }
-    pass_time(seconds);
     auto results = run_on_cpu(op, std::move(values));
     copy_into(results, outputs);
-  });
+  }, seconds);
 }
 
 // Returns what an operator returns that writes into its arguments.
@@ -494,16 +493,15 @@ void copy_over_link(const Tensor& source, const Tensor& target, bool is_upload, 
   if (later && !is_upload && here.is_non_overlapping_and_dense()) {
     std::memset(near->mutable_data_ptr(), 0xff, static_cast<size_t>(num_bytes / there.element_size() * here.element_size()));
   }
-  current_queue(device).push([near, far, is_upload, seconds] {
+  current_queue(device).push([near, far, is_upload] {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView guard;
-    pass_time(seconds);
     if (is_upload) {
       far.on_cpu().copy_(*near);
     } else {
       near->copy_(far.on_cpu());
     }
-  });
+  }, seconds, is_upload ? Link::kUp : Link::kDown);
   if (later) {
     use_pinned(here.const_data_ptr(), device, current_id(device));
   } else {

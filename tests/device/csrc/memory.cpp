@@ -18,6 +18,7 @@ namespace {
 
 constexpr size_t kCapacity = size_t{64} << 30; // of addresses, not of memory
 constexpr size_t kGrain = 512;
+constexpr size_t kPage = 4096;
 constexpr int kPoison = 0xff; // NaN in every float type, -1 in every signed integer
 
 struct Piece {
@@ -50,11 +51,13 @@ class Arena {
     reuse_finished();
     auto* piece = take_cached(size, stream);
     if (piece == nullptr && reserved_ + size > limit_) {
+      ++retries_;
       lock.unlock();
       release_cached();
       lock.lock();
     }
     if (piece == nullptr) {
+      failures_ += reserved_ + size > limit_;
       TORCH_CHECK_WITH(
           OutOfMemoryError,
           reserved_ + size <= limit_,
@@ -89,7 +92,11 @@ class Arena {
     for (auto* piece : cached_) {
       auto flag = queue(device_, piece->stream).mark(); // its poison has to be written first
       flag->wait();
-      madvise(usable + piece->offset, piece->size, MADV_REMOVE);
+      auto first = (piece->offset + kPage - 1) / kPage * kPage;
+      auto end = (piece->offset + piece->size) / kPage * kPage;
+      if (first < end) { // a page that other pieces lie in stays
+        madvise(usable + first, end - first, MADV_REMOVE);
+      }
       reserved_ -= piece->size;
       join(piece->offset, piece->size);
       delete piece;
@@ -120,6 +127,8 @@ class Arena {
     stats.allocated_bytes[0].current = static_cast<int64_t>(allocated_);
     stats.allocated_bytes[0].peak = static_cast<int64_t>(peak_);
     stats.reserved_bytes[0].current = static_cast<int64_t>(reserved_);
+    stats.num_alloc_retries = retries_;
+    stats.num_ooms = failures_;
     return stats;
   }
 
@@ -198,6 +207,8 @@ class Arena {
   size_t reserved_ = 0;
   size_t allocated_ = 0;
   size_t peak_ = 0;
+  int64_t retries_ = 0; // allocations for which the cache was given up
+  int64_t failures_ = 0; // out of memory
 };
 
 Arena& arena(int device) {

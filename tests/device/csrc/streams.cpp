@@ -4,6 +4,7 @@
 #include <omp.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 
@@ -25,6 +26,8 @@ struct Registry {
   std::array<std::array<std::unique_ptr<StreamQueue>, kStreams>, kMaxDevices> queues;
   std::array<std::atomic<int64_t>, kMaxDevices> next_pooled{};
   std::array<Counters, kMaxDevices> counters;
+  std::mutex links_mutex;
+  std::array<std::array<double, 3>, kMaxDevices> link_free_at{}; // by device and `Link`
   Registry() {
     for (int device = 0; device < kMaxDevices; ++device) {
       for (int id = 0; id < kStreams; ++id) {
@@ -45,11 +48,11 @@ thread_local std::array<int64_t, kMaxDevices> current_ids{};
 
 } // namespace
 
-void Flag::set() {
+void Flag::set(double seconds) {
   {
     std::lock_guard<std::mutex> guard(mutex_);
     set_ = true;
-    seconds_ = now();
+    seconds_ = seconds;
   }
   changed_.notify_all();
 }
@@ -73,7 +76,12 @@ void StreamQueue::reseed() {
   random_.seed(delays().seed * 1000003 + device_ * 101 + id_);
 }
 
-void StreamQueue::push(std::function<void()> task) {
+void StreamQueue::push(std::function<void()> run, double seconds, Link link) {
+  push(Task{std::move(run), seconds, link});
+}
+
+void StreamQueue::push(Task task) {
+  task.launched = now();
   {
     std::lock_guard<std::mutex> guard(mutex_);
     tasks_.push_back(std::move(task));
@@ -87,13 +95,37 @@ void StreamQueue::push(std::function<void()> task) {
 
 FlagPtr StreamQueue::mark() {
   auto flag = std::make_shared<Flag>();
-  push([flag] { flag->set(); });
+  push(Task{[this, flag] { flag->set(clock_); }, 0, Link::kNone, true});
   return flag;
 }
 
 void StreamQueue::wait_for(FlagPtr flag) {
   if (!flag->is_set()) {
-    push([flag] { flag->wait(); });
+    auto wait = [this, flag] {
+      flag->wait();
+      clock_ = std::max(clock_, flag->seconds());
+    };
+    push(Task{wait, 0, Link::kNone, true});
+  }
+}
+
+// Lets the time of a task pass.
+void StreamQueue::schedule(const Task& task, double delay) {
+  clock_ = std::max(clock_, task.launched);
+  if (task.seconds > 0) {
+    auto& all = registry();
+    std::lock_guard<std::mutex> guard(all.links_mutex);
+    auto& free_at = all.link_free_at.at(device_).at(static_cast<size_t>(task.link));
+    if (task.link != Link::kNone) {
+      clock_ = std::max(clock_, free_at);
+    }
+    clock_ += task.seconds;
+    free_at = clock_;
+  }
+  clock_ += delay;
+  auto left = clock_ - now();
+  if (left > 0 && (task.seconds > 0 || delay > 0)) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(left));
   }
 }
 
@@ -106,7 +138,7 @@ void StreamQueue::work() {
   omp_set_num_threads(1); // the bits of a reduction depend on the number of threads
   this_device = device_;
   while (true) {
-    std::function<void()> task;
+    Task task;
     double delay = 0;
     {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -120,13 +152,14 @@ void StreamQueue::work() {
         delay = std::uniform_real_distribution<>(0, chosen.max_seconds)(random_);
       }
     }
-    if (delay > 0) {
-      std::this_thread::sleep_for(std::chrono::duration<double>(delay));
-    }
+    schedule(task, delay);
     try {
-      task();
+      task.run();
     } catch (const std::exception& error) {
       keep_error(error.what());
+    }
+    if (task.seconds == 0 && !task.is_mark) {
+      clock_ = std::max(clock_, now());
     }
   }
 }
@@ -179,12 +212,6 @@ void set_delays(const Delays& chosen) {
     for (auto& one : queues) {
       one->reseed();
     }
-  }
-}
-
-void pass_time(double seconds) {
-  if (seconds > 0) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   }
 }
 

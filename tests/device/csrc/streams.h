@@ -24,10 +24,10 @@ constexpr int kStreams = 12; // of each device; the first is its default stream
 // Set by a stream when it gets there; waited for by other streams and by the host.
 class Flag {
  public:
-  void set();
+  void set(double seconds = 0);
   void wait();
   bool is_set();
-  double seconds() const { return seconds_; } // when it was set
+  double seconds() const { return seconds_; } // when the stream got there, by its own clock
 
  private:
   std::mutex mutex_;
@@ -46,22 +46,39 @@ struct Delays {
   double kernel_seconds = 0; // added to each kernel
 };
 
+// A link carries one copy at a time, whichever stream it is on.
+enum class Link { kNone, kUp, kDown };
+
+// Something that a stream does. With a duration it ends at a time that follows from when it was launched and when what is
+// before it ended, not from when its thread got a core: however busy the machine is, the device is as fast as it is said
+// to be. Without a duration it takes the time that it takes.
+struct Task {
+  std::function<void()> run;
+  double seconds = 0;
+  Link link = Link::kNone;
+  bool is_mark = false; // takes no time
+  double launched = 0;
+};
+
 class StreamQueue {
  public:
   StreamQueue(int device, int id);
-  void push(std::function<void()> task);
+  void push(std::function<void()> run, double seconds = 0, Link link = Link::kNone);
   FlagPtr mark(); // a flag that is set when everything pushed so far has run
   void wait_for(FlagPtr flag); // what is pushed later runs after the flag is set
   bool is_idle();
   void reseed();
 
  private:
+  void push(Task task);
   void work();
+  void schedule(const Task& task, double delay);
   int device_;
   int id_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Task> tasks_;
+  double clock_ = 0; // when the last task ended, by the stream's own clock; used by its thread only
   bool busy_ = false;
   bool started_ = false;
   std::mt19937_64 random_;
@@ -79,7 +96,6 @@ int device_count();
 
 Delays delays();
 void set_delays(const Delays& delays);
-void pass_time(double seconds);
 
 // Counts a wait of this thread for the device.
 void count_wait(int device);

@@ -18,7 +18,7 @@ class Full:
 
     held_bytes = total_bytes = room = 0
 
-    def put(self, data: torch.Tensor) -> None:
+    def put(self, data: torch.Tensor, root: torch.Tensor) -> None:
         return None
 
     def end_cycle(self) -> None: ...

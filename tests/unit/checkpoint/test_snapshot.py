@@ -10,7 +10,7 @@ from zero_infinity.checkpoint.snapshot import Snapshot
 def test_kinds_blocks_and_manifest(prepared: Prepared) -> None:
     model, optimizer, view = prepared
     view.rest()
-    snapshot = Snapshot(model, view, 1, with_optimizer=True)
+    snapshot = Snapshot(model, view, 1, with_optimizer=True, trained_only=False)
     assert snapshot.kinds["model", "0.weight"].shape == (4, 4)
     assert ("model", "2.weight") not in snapshot.kinds  # tied
     assert ("optimizer", "exp_avg/0.weight") in snapshot.kinds
@@ -29,6 +29,6 @@ def test_kinds_blocks_and_manifest(prepared: Prepared) -> None:
 def test_without_the_optimizer(prepared: Prepared) -> None:
     model, _, view = prepared
     view.rest()
-    snapshot = Snapshot(model, view, 1, with_optimizer=False)
+    snapshot = Snapshot(model, view, 1, with_optimizer=False, trained_only=False)
     assert {section for section, _ in snapshot.kinds} == {"model"}
     assert snapshot.manifest({}, {}, {}).optimizer is None

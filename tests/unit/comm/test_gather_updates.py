@@ -11,8 +11,9 @@ import torch
 from support.block_bench import PAGE, BlockBench, wait_until
 from support.patience import SECONDS
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.gather_updates import UpdateAllGather
+from zero_infinity.comm.topics import Topic
 from zero_infinity.policy.partition import Span
 from zero_infinity.storage.block import Block
 

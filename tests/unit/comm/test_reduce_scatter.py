@@ -10,8 +10,9 @@ import pytest
 import torch
 from support.patience import SECONDS, wait_until
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard, ReduceScatter
+from zero_infinity.comm.topics import PAUSE, Topic
 from zero_infinity.errors import EngineClosedError
 from zero_infinity.policy.partition import RankPartition, Sharding, Span
 from zero_infinity.policy.zero_stage import ZeroStage
@@ -29,14 +30,19 @@ class Echo:
         self.received_shapes: list[tuple[int, ...]] = []
         self.gathered: list[Topic] = []
         self.error: BaseException | None = None
+        self.others_want: list[int] = []  # if not what this rank wants
         self.may_agree = threading.Event()
         self.may_agree.set()
 
-    def agree(self, topic: Topic) -> None:
+    def propose(self, topic: Topic) -> list[int]:
         assert self.may_agree.wait(SECONDS)
         if self.error is not None:
             raise self.error
-        self.topics.append(topic)
+        mine = topic.number
+        others = self.others_want.pop(0) if self.others_want else mine
+        if mine >= 0 and mine == others:
+            self.topics.append(topic)
+        return [others if rank != self.rank else mine for rank in range(self.num_ranks)]
 
     def reduce(self, _: Topic, rows: Sequence[torch.Tensor], received: torch.Tensor, out: torch.Tensor) -> None:
         self.rows.append(list(rows))
@@ -71,7 +77,13 @@ def make() -> Iterator[Make]:
         wire_dtype: torch.dtype | None = None,
         all_reduce: bool = False,
     ) -> ReduceScatter:
-        reduce = ReduceScatter(cast(Channel, channel), bucket_bytes, wire_dtype=wire_dtype, all_reduce=all_reduce)
+        reduce = ReduceScatter(
+            cast(Channel, channel),
+            bucket_bytes,
+            wire_dtype=wire_dtype,
+            all_reduce=all_reduce,
+            absent=lambda _: gradients({}, rank=channel.rank),
+        )
         made.append((channel, reduce))
         return reduce
 
@@ -235,3 +247,41 @@ def test_a_shard_without_elements_says_so() -> None:
     shard._ready.set()
     with pytest.raises(RuntimeError, match="ready and has no elements"):
         shard.wait()
+
+
+def test_a_rank_without_gradients_takes_part_with_zeros_and_gets_its_shard(make: Make) -> None:
+    channel = Echo()
+    reduce = make(channel)
+    channel.others_want = [2, TOPIC.number]
+    (shard,) = reduce.submit(TOPIC, [gradients({0: numbers(0, 256)})], ignore)
+    assert torch.equal(shard.wait(), numbers(0, 128))
+    reduce.pause()()
+    ((number, absent),) = reduce.take_absent()
+    assert (number, absent.wait().tolist()) == (2, [0.0] * 128)
+    assert (shard.kind.is_partial, absent.kind.is_partial) == (False, True)
+    assert reduce.take_absent() == []
+
+
+def test_a_sum_that_another_rank_has_no_gradients_for_is_partial(make: Make) -> None:
+    channel = Echo()
+    reduce = make(channel)
+    channel.others_want = [PAUSE.number]
+    (shard,) = reduce.submit(TOPIC, [gradients({0: numbers(0, 256)})], ignore)
+    shard.wait()
+    assert shard.kind.is_partial
+
+
+def test_a_pause_takes_part_until_every_rank_pauses(make: Make) -> None:
+    channel = Echo()
+    reduce = make(channel)
+    channel.others_want = [4, 6]
+    reduce.pause()()
+    assert [number for number, _ in reduce.take_absent()] == [4, 6]
+
+
+def test_a_pause_raises_the_error_of_a_failed_exchange(make: Make) -> None:
+    channel = Echo()
+    reduce = make(channel)
+    channel.error = ValueError("lost")
+    with pytest.raises(ValueError, match="lost"):
+        reduce.pause()()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import cast
 
+import pytest
 import torch
 from torch import nn
 
+from zero_infinity.errors import UsageError
 from zero_infinity.optim.gradient_flow import GradientFlow
-from zero_infinity.optim.gradient_hook import GradientHook
+from zero_infinity.optim.gradient_hook import GradientHook, NoGradientHook
 from zero_infinity.params.unit import ManagedParameter, make_unit
 
 
@@ -22,9 +24,6 @@ class Taken:
     def on_gradient(self, parameter: ManagedParameter) -> None:
         self.parameters.append(parameter)
 
-    def has(self, parameter: ManagedParameter) -> bool:
-        return parameter in self.parameters
-
 
 def managed_parameter() -> ManagedParameter:
     named = [("weight", nn.Parameter(torch.ones(3)))]
@@ -36,10 +35,8 @@ def test_autograd_calls_it_when_the_gradient_is_there() -> None:
     taken, managed = Taken(), managed_parameter()
     hook = GradientHook(cast(GradientFlow, taken), managed)
     managed.hook_gradient(hook)
-    assert not hook.has_gradient()
     managed.parameter.sum().backward()
     assert taken.parameters == [managed]
-    assert hook.has_gradient()
 
 
 def test_hooking_again_puts_it_behind_the_users_hooks_once() -> None:
@@ -59,4 +56,17 @@ def test_it_keeps_neither_the_model_nor_the_gradients_alive() -> None:
     del taken
     assert reference() is None
     hook(torch.zeros(3))
-    assert not hook.has_gradient()
+    assert hook.gradient() is None
+
+
+def test_inference_refuses_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    hook = NoGradientHook("layer.weight")
+    parameter.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(UsageError, match=r"'layer.weight' got a gradient.*without an optimizer"):
+        parameter.sum().backward()
+    assert parameter.grad is None
+    assert hook.gradient() is None
+    hook.set_gradient(None)
+    with pytest.raises(UsageError, match="without an optimizer"):
+        hook.set_gradient(torch.ones(3))

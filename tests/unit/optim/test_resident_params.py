@@ -8,7 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import Topic
 from zero_infinity.optim.resident_params import ResidentParameters
 from zero_infinity.policy.partition import Span
 

@@ -22,16 +22,6 @@ def test_there_is_no_order_before_the_end_of_a_cycle() -> None:
     assert order.accesses == (1,)
 
 
-def test_a_retracted_access_is_not_in_the_order() -> None:
-    order = AccessOrder()
-    for block in (1, 2):
-        order.record(block)
-    order.retract()
-    order.end_cycle(same_order=True)
-    assert order.accesses == (1,)
-    assert 2 not in order
-
-
 def test_the_next_use_is_in_this_cycle_or_in_the_next() -> None:
     order = recorded(1, 2, 3, 2)
     order.advance()

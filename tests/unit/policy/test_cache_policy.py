@@ -47,6 +47,20 @@ class Tier:
         self.content.discard(block)
         self.check()
 
+    def expire(self, block: int) -> None:
+        self.policy.expire(block)
+        self.content.discard(block)
+        self.check()
+
+    def look_ahead(self) -> Decision:
+        decision = self.policy.look_ahead()
+        assert not set(decision.evict) - self.content
+        assert not set(decision.fetch) & self.content - set(decision.evict)
+        self.content = (self.content - set(decision.evict)) | set(decision.fetch)
+        self.num_fetches += len(decision.fetch)
+        self.check()
+        return decision
+
     def check(self) -> None:
         assert self.policy.cached_bytes == sum(self.sizes[b] for b in self.content) <= self.policy.budget
         assert all((block in self.policy) == (block in self.content) for block in range(len(self.sizes)))
@@ -243,6 +257,56 @@ def test_what_is_forgotten_in_the_window_is_fetched_again_before_what_follows() 
     assert tier.access(1).fetch == (2, 5)
 
 
+def test_what_will_expire_before_its_next_use_is_not_fetched_ahead_until_then() -> None:
+    tier = Tier(4, lookahead=4, sizes=[1] * 8)
+    forward, backward = list(range(8)), list(range(7, 0, -1))  # 0 is not used in backward
+
+    def train() -> list[int]:
+        """One step, with an update of each block after its last use; returns fetches between accesses."""
+        ahead: list[int] = []
+        for block in forward:
+            tier.access(block)
+        for block in backward:
+            tier.access(block)
+            assert 0 not in tier.content, "its content is about to expire"
+            tier.expire(block)
+            ahead += tier.look_ahead().fetch
+        tier.expire(0)
+        ahead += tier.look_ahead().fetch
+        tier.policy.end_cycle()
+        return ahead
+
+    train()
+    train()
+    before = tier.num_fetches
+    assert [train() for _ in range(3)] == [[3, 2, 1, 3, 2, 1, 0]] * 3  # for backward, then for the next forward
+    # All 8 once for forward, and the 3 that backward does not find: no fetch was in vain.
+    assert tier.num_fetches - before == 3 * (8 + 3)
+    assert {0, 1, 2, 3} <= tier.content, "the next step finds its first blocks"
+
+
+def test_an_end_that_does_not_come_is_forgotten() -> None:
+    tier = Tier(2, lookahead=2, sizes=[1] * 4)
+
+    def train(*, expires: bool) -> None:
+        for block in range(4):
+            tier.access(block)
+        if expires:
+            tier.expire(0)
+            tier.look_ahead()
+        tier.policy.end_cycle()
+
+    for _ in range(3):
+        train(expires=True)
+    assert 0 in tier.content
+    train(expires=False)
+    assert 0 not in tier.content, "it was expected to expire"
+    assert 0 in tier.access(0).fetch
+    for block in range(1, 4):
+        tier.access(block)
+    assert 0 in tier.content
+
+
 # Limits
 
 
@@ -303,6 +367,8 @@ EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("access"), st.integers(0, 9)),
         st.tuples(st.just("forget"), st.integers(0, 9)),
+        st.tuples(st.just("expire"), st.integers(0, 9)),
+        st.tuples(st.just("look ahead"), st.integers(0, 9)),
         st.tuples(st.just("pin"), st.integers(0, 9)),
         st.tuples(st.just("unpin"), st.integers(0, 9)),
         st.tuples(st.just("cycle"), st.integers(0, 9)),
@@ -330,6 +396,10 @@ def play(events: list[tuple[str, int]], budget: int, lookahead: int, sizes: list
                 tier.check()
         if kind == "forget":
             tier.forget(number)
+        elif kind == "expire":
+            tier.expire(number)
+        elif kind == "look ahead":
+            decisions.append(tier.look_ahead())
         elif kind == "pin" and sum(sizes[b] for b in tier.pins | {number}) <= budget // 2:
             tier.pins.add(number)
         elif kind == "unpin":
@@ -471,6 +541,53 @@ def test_a_cycle_in_another_order_is_bearable() -> None:
         costs.append([lines_per_access(policy, order) for order in (range(num_blocks), range(num_blocks - 1, -1, -1))])
     few, many = (max(cost) for cost in costs)
     assert many < min(1.2 * few, 200)
+
+
+# ---------------------------------------------------------------------- training and inference
+
+
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=12),
+    st.lists(st.integers(0, 7), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(2, 8),
+)
+def test_inference_between_steps_leaves_the_order_of_training_alone(
+    steps: list[int], forward: list[int], num_forwards: int, budget: int
+) -> None:
+    tier = Tier(budget, lookahead=2)
+    for _ in range(2):
+        tier.cycle(steps)
+    learnt = tier.policy.order
+    tier.policy.follow(inference=True)
+    for _ in range(num_forwards):
+        tier.cycle(forward)
+    assert tier.policy.order == tuple(forward)
+    tier.policy.follow(inference=False)
+    assert tier.policy.order == learnt
+    before = tier.policy.num_deviations
+    tier.cycle(steps)
+    assert tier.policy.num_deviations == before, "training has lost its place"
+
+
+def test_what_fits_stays_between_forwards() -> None:
+    """What does not fit is fetched, and what is fetched ahead has no room to stay."""
+    tier = Tier(8, lookahead=1)
+    tier.policy.follow(inference=True)
+    order = list(range(16))
+    counts = [tier.fetches_in(order) for _ in range(24)]
+    assert counts[0] == 16
+    assert sum(counts[2:]) <= 22 * (16 - 8 + 1.5)
+
+
+def test_a_changed_order_forgets_that_of_inference_too() -> None:
+    tier = Tier(4)
+    tier.policy.follow(inference=True)
+    tier.cycle([1, 2, 3])
+    tier.policy.follow(inference=False)
+    tier.policy.end_cycle(same_order=False)
+    tier.policy.follow(inference=True)
+    assert tier.policy.order == ()
 
 
 # A measurement: pytest -s -k traffic

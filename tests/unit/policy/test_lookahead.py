@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.unit_sizes import adam
 
-from zero_infinity.policy.lookahead import copy_lookahead
+from zero_infinity.policy.lookahead import copy_lookahead, inference_lookahead
 from zero_infinity.policy.memory_budget import place
 
 MIB = 2**20
@@ -26,5 +26,22 @@ def test_a_small_cache_is_mostly_for_what_comes_next() -> None:
 
 
 def test_copies_are_made_ahead_as_far_as_a_third_of_their_room_allows() -> None:
-    assert copy_lookahead(300 * MIB) == 100 * MIB
-    assert copy_lookahead(0) == 0
+    assert copy_lookahead(300 * MIB, on_device=False) == 100 * MIB
+    assert copy_lookahead(0, on_device=False) == 0
+
+
+def test_copies_on_a_device_are_made_ahead_as_far_as_all_of_their_room_allows() -> None:
+    assert copy_lookahead(300 * MIB, on_device=True) == 300 * MIB
+
+
+def test_inference_fetches_two_usual_units_ahead_whatever_the_largest_is() -> None:
+    layers = [16 * MIB] * 60
+    assert inference_lookahead(layers, 600 * MIB) == 32 * MIB
+    assert inference_lookahead(layers, 100 * MIB) == 32 * MIB
+    with_embedding = [*layers, 100 * MIB]
+    assert 32 * MIB < inference_lookahead(with_embedding, 100 * MIB) < 64 * MIB
+    assert inference_lookahead([100 * MIB], 110 * MIB) == int(99 * MIB)
+    assert inference_lookahead(layers, 960 * MIB) == 32 * MIB
+    assert inference_lookahead(layers, 1920 * MIB) == 60 * MIB
+    assert inference_lookahead(layers, 10 << 30) == 64 * MIB
+    assert inference_lookahead([], 0) == 0

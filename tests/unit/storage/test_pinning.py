@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,6 +35,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    # A device that does not tell its address, so nobody knows the cores near it.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
     return runtime
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from support.block_bench import PAGE, BlockBench
-from support.patience import SECONDS
+from support.patience import SECONDS, wait_until
 
-from zero_infinity.comm.channel import Channel, Topic
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.topics import PAUSE, Topic
 from zero_infinity.errors import DivergenceError
 from zero_infinity.policy.partition import Span
 from zero_infinity.storage.block import Block
+from zero_infinity.tiers import unit_gather
 from zero_infinity.tiers.compute_device import CpuDevice
+from zero_infinity.tiers.compute_thread import ComputeThread
 from zero_infinity.tiers.copier import Copier, DeviceCopy, copy_size
+from zero_infinity.tiers.unit_gather import UnitGather
+from zero_infinity.tiers.update_worker import UpdateWorker
 
 NUM_ELEMENTS = PAGE // 4
 WHOLE = Span(0, NUM_ELEMENTS)
@@ -36,6 +41,7 @@ class Source:
     spans: tuple[Span, ...] = (WHOLE,)
     stored: Span = WHOLE
     is_stored_in_parts: bool = False
+    is_updated_early: bool = False
 
     def the_block(self) -> Block:
         return self.block
@@ -64,15 +70,29 @@ class GatedDevice(CpuDevice):
 class OtherHalf:
     """Rank 0's channel to a rank that has `value` everywhere."""
 
+    rank = 0
+
     def __init__(self, value: float) -> None:
         self.value = value
         self.topics: list[Topic] = []
         self.error: BaseException | None = None
+        self.other_wants: list[int] = []  # if not what this rank wants
+        self.sent: list[list[float]] = []
 
-    def agree(self, topic: Topic) -> None:
-        self.topics.append(topic)
+    def propose(self, topic: Topic) -> list[int]:
+        if topic.number >= 0:
+            self.topics.append(topic)
         if self.error is not None:
             raise self.error
+        return [topic.number, self.other_wants.pop(0) if self.other_wants else topic.number]
+
+    def send_parts(self, _: Topic, ranks: Collection[int], part: torch.Tensor) -> None:
+        assert set(ranks) == {1}
+        self.sent.append(part.tolist())
+
+    def gather_parts(self, _: Topic, ranks: Collection[int], whole: torch.Tensor, spans: Sequence[Span]) -> None:
+        assert set(ranks) == {0}
+        whole[spans[1].start : spans[1].stop] = self.value
 
     def gather(self, _: Topic, wholes: Sequence[tuple[torch.Tensor, Sequence[Span]]]) -> None:
         for whole, spans in wholes:
@@ -82,11 +102,20 @@ class OtherHalf:
         thread.join(SECONDS)
 
 
+class Idle:
+    """An update worker without work."""
+
+    def take_over(self) -> None:
+        """Nothing to take over."""
+
+
 class Bench(BlockBench):
     def __init__(self, channel: OtherHalf | None = None) -> None:
         super().__init__(8)
         self.copy_device = GatedDevice()
-        self.copier = Copier(self.store, self.copy_device, cast("Channel | None", channel), lane="copies")
+        gathering = UnitGather(self.store, cast(Channel, channel)) if channel is not None else None
+        self.compute_thread = ComputeThread(cast(UpdateWorker, Idle()), None)
+        self.copier = Copier(self.store, self.copy_device, gathering, self.compute_thread, lane="copies")
 
     def source(self, name: str, value: float, **options: object) -> Source:
         block = self.fetched(name)
@@ -216,26 +245,75 @@ def test_shards_are_gathered_also_for_a_copy_that_nobody_wants(make: Callable[..
     assert b.copier.is_collective
 
 
-@pytest.mark.parametrize("error", [ValueError("lost"), DivergenceError("ranks have parted")], ids=["lost", "diverged"])
-def test_after_a_failed_collective_there_is_none_unless_ranks_only_diverged(
-    make: Callable[..., Bench], error: Exception
-) -> None:
+def test_after_a_failed_collective_there_is_none(make: Callable[..., Bench]) -> None:
     channel = OtherHalf(9)
     b = make(channel)
-    channel.error = error
+    channel.error = ValueError("lost")
     (broken,) = b.submit(half(b, "a", 1))
     b.copier.drain()
     channel.error = None
     (later,) = b.submit(half(b, "b", 2))
     b.copier.drain()
-    with pytest.raises(type(error)):
-        broken.use()
-    if isinstance(error, DivergenceError):
-        assert later.use()[0] == 2
-    else:
+    for copy in (broken, later):
         with pytest.raises(ValueError, match="lost"):
-            later.use()
-        assert len(channel.topics) == 1
+            copy.use()
+    assert len(channel.topics) == 1
+
+
+def test_a_shard_is_sent_to_ranks_that_alone_want_the_unit(make: Callable[..., Bench], monkeypatch: Any) -> None:
+    monkeypatch.setattr(unit_gather, "_PART_BYTES", PAGE // 4)
+    channel = OtherHalf(9)
+    b = make(channel)
+    other, mine = half(b, "other", 2), half(b, "mine", 1)
+    b.copier.register(other.number, "other", [other])
+    channel.other_wants = [other.number]
+    (copy,) = b.submit(mine)
+    b.copier.drain()
+    quarter = NUM_ELEMENTS // 4
+    assert channel.sent == [[2.0] * quarter] * 2
+    assert copy.use().tolist() == [1] * len(HALVES[0]) + [9] * len(HALVES[1])
+    assert b.copier.num_differences == 1
+
+
+def test_a_unit_that_this_rank_alone_wants_is_gathered_in_parts(make: Callable[..., Bench], monkeypatch: Any) -> None:
+    monkeypatch.setattr(unit_gather, "_PART_BYTES", PAGE // 4)
+    channel = OtherHalf(9)
+    b = make(channel)
+    channel.other_wants = [PAUSE.number]
+    (copy,) = b.submit(half(b, "a", 1))
+    copy.wait()
+    assert copy.use().tolist() == [1] * len(HALVES[0]) + [9] * len(HALVES[1])
+
+
+def test_a_pause_takes_part_until_every_rank_pauses(make: Callable[..., Bench]) -> None:
+    channel = OtherHalf(9)
+    b = make(channel)
+    source = half(b, "a", 3)
+    b.copier.register(source.number, "a", [source])
+    channel.other_wants = [source.number, source.number]
+    b.copier.pause()()
+    assert [values[0] for values in channel.sent] == [3, 3]
+
+
+def test_a_rank_that_waits_long_takes_part(make: Callable[..., Bench]) -> None:
+    channel = OtherHalf(9)
+    b = make(channel)
+    source = half(b, "a", 3)
+    b.copier.register(source.number, "a", [source])
+    channel.other_wants = [source.number]
+    with b.compute_thread.waiting("something else"):
+        wait_until(lambda: bool(channel.sent))
+    assert channel.sent[0][0] == 3
+
+
+def test_a_unit_that_was_updated_before_the_step_is_not_sent(make: Callable[..., Bench]) -> None:
+    channel = OtherHalf(9)
+    b = make(channel)
+    source = half(b, "a", 3, is_updated_early=True)
+    b.copier.register(source.number, "a", [source])
+    channel.other_wants = [source.number]
+    with pytest.raises(DivergenceError, match="'a' is read by"):
+        b.copier.pause()()
 
 
 def test_the_size_of_a_copy_counts_what_is_gathered_in_another_dtype(make: Callable[..., Bench]) -> None:

@@ -1,0 +1,1 @@
+"""The command `overlap`: how much of the transfers over a slow link computation hides."""

@@ -1,0 +1,22 @@
+"""Ranks that go different ways through one model: what DDP with find_unused_parameters promises, at every stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.scenarios import CELLS, UNUSED, cell_of, check_table
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_that_use_different_layers(num_ranks: int, part: int, tmp_path: Path) -> None:
+    table = [(s, *cell) for number, s in enumerate(UNUSED) for cell in cell_of(number, num_ranks) if number % 3 == part]
+    check_table(table, num_ranks, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "home"), CELLS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_stage_and_home(num_ranks: int, stage: int, home: str, tmp_path: Path) -> None:
+    check_table([(scenario, stage, home) for scenario in UNUSED], num_ranks, tmp_path)

@@ -1,0 +1,90 @@
+"""What a backward reaches, and what its modes leave behind. (What is scaled: tests/equivalence/test_loss_scaling.py.)"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from zero_infinity.optim.loss_scale import LossScale
+from zero_infinity.optim.scaled_backward import BackwardScaling, Leaves
+
+
+@pytest.fixture(autouse=True)
+def no_mode_of_models_that_are_gone() -> None:
+    """What earlier tests of this process left: their modes go with the next expected backward."""
+    scaling = BackwardScaling(LossScale())
+    scaling.expect_backward()
+    scaling.end_step()
+
+
+def num_modes() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+def test_leaves_of_a_graph_are_found_once() -> None:
+    x, layer = torch.ones(2, requires_grad=True), nn.Linear(2, 2)
+    leaves = Leaves((layer(layer(x) * x).sum(),), None)
+    assert {id(leaf) for leaf in leaves.others} == {id(x), id(layer.weight), id(layer.bias)}
+    assert len(leaves.others) == 3
+    assert not leaves.scales
+    assert not leaves.has_reentrant
+
+
+def test_only_inputs_count_if_there_are_any() -> None:
+    x, layer = torch.ones(2, requires_grad=True), nn.Linear(2, 2)
+    leaves = Leaves((layer(x).sum(),), [x])
+    assert [id(leaf) for leaf in leaves.others] == [id(x)]
+
+
+def test_a_reentrant_checkpoint_is_seen() -> None:
+    x, layer = torch.ones(2, requires_grad=True), nn.Linear(2, 2)
+    assert Leaves((checkpoint(layer, x, use_reentrant=True).sum(),), None).has_reentrant
+
+
+def test_others_are_unscaled_until_the_end() -> None:
+    x = torch.ones(2, requires_grad=True)
+    loss = x.sum()
+    with ExitStack() as stack:
+        Leaves((loss,), None).unscale_others(stack, 4.0)
+        loss.backward(torch.tensor(4.0))
+    x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_the_mode_is_below_the_users_and_goes_at_the_end_of_the_step() -> None:
+    before, loss_scale = num_modes(), LossScale()
+    scaling = BackwardScaling(loss_scale)
+    with BaseTorchFunctionMode():
+        scaling.expect_backward()
+        scaling.expect_backward()
+        assert num_modes() == before + 2
+    assert num_modes() == before + 1
+    with BaseTorchFunctionMode():
+        scaling.end_step()
+        assert num_modes() == before + 1
+    assert num_modes() == before
+
+
+def test_without_gradients_no_backward_is_expected() -> None:
+    before = num_modes()
+    with torch.no_grad():
+        BackwardScaling(LossScale()).expect_backward()
+    assert num_modes() == before
+
+
+def test_the_mode_of_a_model_that_is_gone_goes_with_the_next() -> None:
+    before, loss_scale = num_modes(), LossScale()
+    gone = LossScale()
+    BackwardScaling(gone).expect_backward()
+    del gone
+    scaling = BackwardScaling(loss_scale)
+    scaling.expect_backward()
+    assert num_modes() == before + 1
+    scaling.end_step()
+    assert num_modes() == before
