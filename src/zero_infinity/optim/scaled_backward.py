@@ -34,6 +34,7 @@ from zero_infinity.params.offloaded_param import managed
 
 # The node of torch.utils.checkpoint with use_reentrant=True: what it recomputes is not in the graph.
 _REENTRANT = "CheckpointFunctionBackward"
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
 
 class BackwardScaling:
@@ -77,8 +78,11 @@ class _ScaleBackward(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        keywords, mine = kwargs or {}, self.loss_scale
-        if mine is None or func not in (torch.Tensor.backward, torch.autograd.backward):
+        keywords = kwargs or {}
+        if func not in _BACKWARDS:  # first, and with nothing read before: torch.compile traces this for any function
+            return func(*args, **keywords)
+        mine = self.loss_scale
+        if mine is None:
             return func(*args, **keywords)
         leaves = Leaves(_tuple_of(args[0]), keywords.get("inputs"))
         with ExitStack() as stack:

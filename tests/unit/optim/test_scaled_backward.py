@@ -88,3 +88,20 @@ def test_the_mode_of_a_model_that_is_gone_goes_with_the_next() -> None:
     assert num_modes() == before + 1
     scaling.end_step()
     assert num_modes() == before
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_another_model_is_compiled_while_a_backward_is_expected(is_gone: bool) -> None:
+    loss_scale = LossScale()
+    scaling = BackwardScaling(loss_scale)
+    scaling.expect_backward()
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    if is_gone:
+        del loss_scale, scaling
+    try:
+        assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+    finally:
+        torch._dynamo.reset()
+        if not is_gone:
+            scaling.end_step()
