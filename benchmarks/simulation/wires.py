@@ -25,6 +25,8 @@ from zero_infinity.comm.transport import Connections
 
 # Longer than any link takes, shorter than the limit of a simulation.
 TIMEOUT = timedelta(seconds=30)
+# That gloo waits for a rank which does not connect.
+_CONNECT_SECONDS = 50.0
 
 
 @dataclass(slots=True)
@@ -253,8 +255,11 @@ class SimulatedTransport:
         return cast(Connections, self._network.end("the user's", self.rank))
 
     def connect(self, name: str) -> Connections:
-        self._network.scheduler.pause()
+        scheduler = self._network.scheduler
+        scheduler.pause()
+        # A rank that is killed after it has published its address is waited for.
         if self._network.dead:
+            scheduler.sleep(_CONNECT_SECONDS)
             raise RuntimeError("Connect timeout")
         return cast(Connections, self._network.end(name, self.rank))
 

@@ -71,6 +71,8 @@ class TrainingEngine:
         self.activations, self.cache = self._built.activations, self._built.cache
         model.__dict__["zero_grad"] = ZeroGradients(model, self)
         self.parameter_store.closers.append(refuse_others())
+        if training.scaling is not None:
+            self.parameter_store.closers.append(training.scaling.end_step)
         self.parameter_store.closers.append(self.background_save.close)  # closed before everything that it uses
 
     # ------------------------------------------------------------------ the owner of the parameters

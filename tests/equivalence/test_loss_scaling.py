@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zero_infinity as zi
-from zero_infinity.api import engine_of
+from zero_infinity._torch import change_function_modes
+from zero_infinity.api import close, engine_of
 from zero_infinity.optim.loss_scale import LossScale
 
 SCALE = 1024.0
@@ -324,6 +325,17 @@ def test_a_backward_that_was_not_scaled_is_refused() -> None:
     small(model(batch(0))).backward()
     optimizer.step()
     assert not any(same_bits(p.detach(), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_closed_model_leaves_no_mode_behind() -> None:
+    modes: list[Any] = []
+    change_function_modes(lambda found: (modes.extend(found), found)[1])
+    model, _, _ = prepared(adamw)
+    model(batch(0))
+    close(model)
+    after: list[Any] = []
+    change_function_modes(lambda found: (after.extend(found), found)[1])
+    assert not [mode for mode in after if mode not in modes]
 
 
 def test_reduced_scale_when_it_overflows() -> None:

@@ -31,6 +31,9 @@ def check(kill: Kill, killed: Killed) -> None:
         Kill(2, rank=0, word=40, stage=0, tcp=True),
         Kill(3, rank=1, word=64, stage=3),
         Kill(3, rank=0, word=99, stage=3, tcp=True),
+        # gloo waits for a rank that has published its address: for 50 s, in "wire/2" of zi.prepare.
+        Kill(3, rank=2, word=-1, stage=3, connection="wire/2"),
+        Kill(2, rank=0, word=-1, stage=2, connection="wire/0", tcp=True),
     ],
     ids=str,
 )

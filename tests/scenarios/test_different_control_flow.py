@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.scenarios import CELLS, UNUSED, cell_of, check_table
+from support.scenarios import CELLS, LOOKS, UNUSED, cell_of, check_table
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
@@ -13,6 +13,10 @@ from support.scenarios import CELLS, UNUSED, cell_of, check_table
 def test_ranks_that_use_different_layers(num_ranks: int, part: int, tmp_path: Path) -> None:
     table = [(s, *cell) for number, s in enumerate(UNUSED) for cell in cell_of(number, num_ranks) if number % 3 == part]
     check_table(table, num_ranks, tmp_path)
+
+
+def test_gradients_that_only_some_ranks_have_are_seen_by_all(tmp_path: Path) -> None:
+    check_table([(scenario, *cell) for scenario in LOOKS for cell in CELLS[:4]], 2, tmp_path)
 
 
 @pytest.mark.long

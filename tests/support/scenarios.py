@@ -202,6 +202,7 @@ class Lookup(nn.Module):
 
 # Ways in which one rank sums gradients of a module before another rank has all of its own.
 IN_PARTS = {
+    "skips_the_last_layer",
     "uses_half_of_a_module",
     "uses_other_halves_of_a_module",
     "swaps_two_layers",
@@ -256,6 +257,17 @@ def clip(run: Training) -> None:
         run.backward(number)
         run.clip(MAX_NORM)
         run.step()
+
+
+def look(run: Training) -> None:
+    """See which gradients there are after each backward, and what they are in the last one of a step."""
+    for number in range(3):
+        run.backward(2 * number, scale=0.5)
+        run.log([p.grad is None for p in run.model.parameters()])
+        run.backward(2 * number + 1, scale=0.5)
+        run.log([None if p.grad is None else p.grad + 0 for p in run.model.parameters()])
+        run.step()
+        run.log([p.grad is None for p in run.model.parameters()])
 
 
 # ---------------------------------------------------------------------- the table
@@ -316,6 +328,9 @@ UNUSED = [
     Scenario("skips_a_layer", optimizer="sgd"),
     Scenario("layer drop", optimizer="adagrad"),
 ]
+
+# Ranks look at gradients that only some of them have.
+LOOKS = [Scenario("skips_a_layer", clip_by_call), Scenario("skips_a_layer", look, accumulates=True)]
 
 
 # Stages and homes by turns: a step of 3 through them meets all pairs.

@@ -60,6 +60,7 @@ class Kill:
     pause: float = 0.0
     timeout: float = 1800.0  # of the process group
     seconds: float | None = None  # after the start of training, instead of a word
+    connection: str | None = None  # while this one is made, after its address was published, instead of a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,30 @@ class _Words:
             return real(*arguments, **named)
 
         return call
+
+
+class _Publishes(torch.distributed.Store):
+    """A store that calls `act` when a key was set."""
+
+    def __init__(self, store: torch.distributed.Store, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._store, self._act = store, act
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+        self._act()
+
+
+def _die_connecting(name: str, act: Callable[[], None]) -> None:
+    """Call `act` when this rank has published its address for connections of this name."""
+    real = transport.TorchTransport.connect
+
+    def connect(self: transport.TorchTransport, this: str) -> Any:
+        if this == name:
+            self._torch_store = _Publishes(self._torch_store, act)  # type: ignore[assignment]
+        return real(self, this)
+
+    transport.TorchTransport.connect = connect  # type: ignore[method-assign]
 
 
 def program(rank: int, directory: Path, stage: int, at: Callable[[str], None]) -> int:
@@ -156,6 +181,8 @@ def _run(rank: int, kill: Kill, directory: str, port: int, pipe: Connection) -> 
         (transport.TorchTransport, "connect"),
     ):
         setattr(owner, name, words.counted(getattr(owner, name)))
+    if rank == kill.rank and kill.connection is not None:
+        _die_connecting(kill.connection, die)
     error, weights = None, 0
     try:
         weights = program(rank, Path(directory), kill.stage, at)

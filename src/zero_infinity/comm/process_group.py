@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_infinity.comm.channel import Channel, Traffic
+from zero_infinity.comm.connection_attempt import AttemptState, ConnectionAttempt
 from zero_infinity.comm.phases import Phases
 from zero_infinity.comm.topics import FIRST_PHASE, NAMES, OTHER_CALL, Topic
 from zero_infinity.comm.transport import TorchTransport, Transport, num_local_ranks
@@ -30,7 +32,9 @@ _NOTE_SECONDS = 0.5
 # How long rank 0 stays alive after it has lost a rank: the others still read from its store whom.
 _STORE_SECONDS = 2.0
 _CPU = torch.device("cpu")
-_CONNECTING = -20  # topic number of the exchange before connections are made
+_CONNECTING = -20  # topic number of the exchanges before connections are made and while they are
+# How often a rank that is not connected yet looks whether the others are there.
+_LOOK_SECONDS = 0.5
 
 
 def find_group(
@@ -105,19 +109,32 @@ class RankGroup:
 
     def _connect(self, purpose: str, over: Channel | None, data: ProcessGroup | None = None) -> Channel:
         self.check()
+        attempt = ConnectionAttempt(partial(self._transport.connect, f"wire/{len(self._channels)}"))
+        if over is not None:
+            self._follow(attempt, over, Topic("connections", _CONNECTING, f"connections for {purpose}"))
         try:
-            control = self._transport.connect(f"wire/{len(self._channels)}")
+            control = attempt.result()
         except RuntimeError as lost:
-            # By this the rank that is gone gets its name; the first exchange may still find what it sent before.
-            if over is not None:
-                for _ in range(2):
-                    over.agree(Topic("connections", _CONNECTING, f"connections for {purpose}"))
             raise LostRankError(
                 f"rank {self.rank} could not connect to every other rank for {purpose}\n  why:   {_first_line(lost)}"
             ) from lost
         channel = Channel(control, self.traffic, self, data, self._trace)
         self._channels.append(channel)
         return channel
+
+    def _follow(self, attempt: ConnectionAttempt, over: Channel, topic: Topic) -> None:
+        """Return when every rank is connected, or this one's attempt has failed. Notices a rank that is gone."""
+        while True:
+            states = [said for (said,) in over.agree(topic, [attempt.state(_LOOK_SECONDS)])]
+            if AttemptState.FAILED in states:
+                # By this the rank that is gone gets its name: what it sent before may have been found above.
+                over.agree(topic)
+                failed = states.index(AttemptState.FAILED)
+                if failed != self.rank:
+                    raise LostRankError(f"rank {failed} could not connect to every other rank for {topic.name!r}")
+                return
+            if AttemptState.CONNECTING not in states:
+                return
 
     def trace_into(self, trace: Trace) -> None:
         """Record the exchanges of channels created from now on."""

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from zero_infinity._torch import cpu_backend_of, store_of, timeout_of
 from zero_infinity.errors import LostRankError, UsageError
 
-# How long making connections may take once every rank has begun to: a rank that is killed meanwhile is not noticed
-# sooner.
+# How long making connections may take once every rank has begun to. gloo takes five times as long if a rank that has
+# published its address does not connect.
 _CONNECT_SECONDS = 10.0
 # Prefixes of engines in the group's store. The members of a group create engines on it in the same order.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

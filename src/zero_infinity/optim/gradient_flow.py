@@ -213,6 +213,10 @@ class GradientFlow:
         self._submission.retain(unit, fresh, frozenset(self._retained), squares, done)
         self._retained.note(parameters)
 
+    def exists(self, parameter: ManagedParameter) -> bool:
+        """True if `.grad` of the parameter is not None."""
+        return self.lifetimes.exists(parameter)
+
     def can_show(self, parameter: ManagedParameter) -> bool:
         """True if the parameter has a gradient that was not consumed."""
         lives = self.lifetimes

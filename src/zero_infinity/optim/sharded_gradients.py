@@ -23,12 +23,21 @@ import torch
 from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.gather_updates import UpdateAllGather
 from zero_infinity.comm.reduce_scatter import ReduceScatter, SumKind
-from zero_infinity.comm.topics import END_OF_BACKWARD, LEFT_OVER_SUM, NORMS, SHOWN_GRADIENTS, STEP, Topic
+from zero_infinity.comm.topics import (
+    END_OF_BACKWARD,
+    EXISTING_GRADIENTS,
+    LEFT_OVER_SUM,
+    NORMS,
+    SHOWN_GRADIENTS,
+    STEP,
+    Topic,
+)
 from zero_infinity.errors import DivergenceError, UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.optim.chunk_update import FreshGradients, UnitUpdate, part_of
 from zero_infinity.optim.gradient_flow import GradientFlow, room_for
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.parameter_bits import ParameterBits
 from zero_infinity.optim.reduced_gradients import HeldGradients, ReducedGradients, local_gradients
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.params.moe_routing import ExpertRouting
@@ -37,7 +46,6 @@ from zero_infinity.policy.partition import Sharding, Span
 from zero_infinity.tiers.device_cache import DeviceCache
 
 _POLL_SECONDS = 0.1
-_BITS = 62  # per number in an agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class ShardedGradients(GradientFlow):
         self._parameters = [p for record in parts.records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._unsummed: set[ManagedParameter] = set()  # retained gradients that are not reduced yet
+        self._is_unknown = False  # which gradients other ranks have: they are not reduced at the end of backward
         self._held: dict[Unit, HeldGradients] = {}  # reduced gradients that wait for step()
         self._submitted: list[_Submitted] = []  # since ranks last waited for each other
         self._by_number = {unit.number: unit for unit in parts.records}
@@ -149,13 +158,14 @@ class ShardedGradients(GradientFlow):
 
     def _backward_done(self) -> None:
         super()._backward_done()
+        self._is_unknown = self._keeps_whole
         if not self._keeps_whole:
             self._sum_what_is_left(END_OF_BACKWARD)
 
     def _sum_what_is_left(self, moment: Topic) -> None:
         """Reduce every gradient that any rank has not submitted yet. Every rank has to be at the same moment."""
         self._classify()
-        bits = _Bits(self._parameters)
+        bits = ParameterBits(self._parameters)
 
         def say() -> list[int]:
             # Every rank waits here now: whatever was submitted is summed.
@@ -378,6 +388,15 @@ class ShardedGradients(GradientFlow):
             self._channel.gather(topic, [(flat, parameter.spans)])
         return flat
 
+    def exists(self, parameter: ManagedParameter) -> bool:
+        """True on each rank if any has a gradient. Collective after a backward, at the first question."""
+        if self._is_unknown:
+            bits = ParameterBits(self._parameters)
+            said = self._channel.agree(EXISTING_GRADIENTS, bits.pack(self.lifetimes.fresh))
+            self.lifetimes.fresh.update(bits.unpack(said, 0))
+            self._is_unknown = False
+        return super().exists(parameter)
+
     def can_show(self, parameter: ManagedParameter) -> bool:
         """True on each rank if any has a gradient. Collective: every rank must call it."""
         self._sum_what_is_left(SHOWN_GRADIENTS)
@@ -412,29 +431,6 @@ def _check_backwards(num_backwards: list[int]) -> None:
                 f"ranks diverged: {number} backward passes before optimizer.step() on rank {rank}, {num_backwards[0]} "
                 "on rank 0\n  fix:   every rank must run the same number of backward passes"
             )
-
-
-class _Bits:
-    """Sets of parameters as numbers that ranks tell each other."""
-
-    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
-        self._parameters = parameters
-        self.num_words = -(-len(parameters) // _BITS)
-
-    def pack(self, members: Collection[ManagedParameter]) -> list[int]:
-        words = [0] * self.num_words
-        for number, parameter in enumerate(self._parameters):
-            words[number // _BITS] |= (parameter in members) << (number % _BITS)
-        return words
-
-    def unpack(self, said: Sequence[Sequence[int]], number: int) -> dict[ManagedParameter, None]:
-        """Return the parameters, in their order, that are in the set with this number of any rank."""
-        every = [words[number * self.num_words : (number + 1) * self.num_words] for words in said]
-        return {
-            parameter: None
-            for index, parameter in enumerate(self._parameters)
-            if any(words[index // _BITS] >> (index % _BITS) & 1 for words in every)
-        }
 
 
 def _rows(matrix: torch.Tensor) -> Sequence[Span]:

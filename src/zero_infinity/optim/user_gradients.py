@@ -46,7 +46,7 @@ class ParameterGradient:
 
 def gradient_of(flow: GradientFlow, parameter: ManagedParameter) -> torch.Tensor | None:
     """Return what `.grad` of the parameter is, if autograd's is None."""
-    if not any(map(flow.lifetimes.exists, parameter.parts)):
+    if not any(map(flow.exists, parameter.parts)):
         return None
     source = ParameterGradient(flow, parameter)
     if parameter.is_distributed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from zero_infinity.comm.channel import Topic, Traffic
+from zero_infinity.comm.connection_attempt import AttemptState
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.errors import LostRankError
 
@@ -75,7 +77,7 @@ class Transport:
         self.store = store or Values()
 
     def meet(self) -> Any:
-        return Peer(num_answers=1)
+        return Peer(num_answers=2)  # when connecting begins, and when it has ended
 
     def connect(self, _: str) -> Any:
         if not self._connected:
@@ -104,6 +106,36 @@ def test_a_rank_that_ends_while_connections_are_made_is_named(
         ranks.channel("steps")
     with pytest.raises(LostRankError, match="rank 1 did not answer"):
         ranks.check()
+
+
+class Hanging(Transport):
+    """gloo waits for a rank that has published its address and is gone."""
+
+    def connect(self, name: str) -> Any:
+        if name != "wire/0":
+            threading.Event().wait(1000)
+        return super().connect(name)
+
+
+def test_a_rank_that_ends_while_gloo_waits_for_it_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_infinity.comm.lost_rank._DIVERGENCE_SECONDS", 0.01)
+    monkeypatch.setattr("zero_infinity.comm.process_group._STORE_SECONDS", 0.0)
+    monkeypatch.setattr("zero_infinity.comm.process_group._LOOK_SECONDS", 0.01)
+    ranks = RankGroup(Hanging(Peer(num_answers=5)), Traffic())
+    with pytest.raises(LostRankError, match="rank 1 did not answer while rank 0 was waiting for 'connections for"):
+        ranks.channel("steps")
+
+
+def test_connections_that_another_rank_cannot_make() -> None:
+    class Elsewhere(Peer):
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+            super().send(tensors, rank, tag)
+            self._said[0][2] = AttemptState.FAILED
+            return Work()
+
+    ranks = group(Elsewhere(num_answers=9), Peer(num_answers=9))
+    with pytest.raises(LostRankError, match="rank 1 could not connect to every other rank for 'connections for steps'"):
+        ranks.channel("steps")
 
 
 def test_connections_that_fail_while_everybody_is_there() -> None:

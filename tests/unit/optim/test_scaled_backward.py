@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +12,23 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from zero_infinity._torch import change_function_modes
 from zero_infinity.optim.loss_scale import LossScale
 from zero_infinity.optim.scaled_backward import BackwardScaling, Leaves
 
 
 @pytest.fixture(autouse=True)
-def no_mode_of_models_that_are_gone() -> None:
-    """What earlier tests of this process left: their modes go with the next expected backward."""
-    scaling = BackwardScaling(LossScale())
-    scaling.expect_backward()
-    scaling.end_step()
+def no_modes() -> Iterator[None]:
+    """Of models of earlier tests, which may be collected at any moment."""
+    kept: list[Any] = []
+
+    def take(modes: list[Any]) -> list[Any]:
+        kept.extend(modes)
+        return []
+
+    change_function_modes(take)
+    yield
+    change_function_modes(lambda _: kept)
 
 
 def num_modes() -> int:

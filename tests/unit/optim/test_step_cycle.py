@@ -128,3 +128,18 @@ def test_a_step_that_is_interrupted_is_torn() -> None:
     with training.cycle.torn_unless_finished("interrupted"):
         pass
     training.cycle.check()
+
+
+def test_a_unit_waits_for_parameters_that_the_last_backward_left_out() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    cycle = StepCycle(optimizer, 1, early=True)
+    named = [(name, nn.Parameter(torch.zeros(2))) for name in ("weight", "bias")]
+    cpu = torch.device("cpu")
+    unit = make_unit("unit", named, dtype=torch.float32, compute_dtype=torch.float32, device=cpu)
+    weight, bias = unit.parameters
+    cycle.fired(bias)
+    cycle.end([unit], may_consume=True)
+    cycle.fired(bias)
+    assert not cycle.has_fired(unit)
+    cycle.fired(weight)
+    assert cycle.has_fired(unit)
