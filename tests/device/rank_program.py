@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from support.homes import living_on_device
 from torch import nn
 
 import zero_infinity as zi
 from device import lag
 
 NUM_STEPS = 5
+AT_HOME = {"all": None, "none": lambda _: False, "some": lambda number: number % 2 == 0}
 
 
 def make(device: torch.device) -> nn.Module:
@@ -43,15 +46,21 @@ def main() -> None:
     device = torch.device("lag", rank)
     torch.accelerator.set_device_index(rank)
     model = make(device if settings["built_on"] == "device" else torch.device("cpu"))
-    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings["config"]))
+    at_home = AT_HOME[settings["at_home"]]
+    with living_on_device(at_home) if at_home is not None else nullcontext():
+        model, optimizer = zi.prepare(model, adamw(model), zi.Config(**{"device_memory": "4MiB", **settings["config"]}))
     losses = []
+    num_backwards = settings["config"].get("gradient_accumulation_steps", 1)
     for number in range(NUM_STEPS):
+        batches = [batch(10 * number + part, rank, device) for part in range(num_backwards)]
         if number == NUM_STEPS - 1:
             zi.synchronize(model)
             dist.barrier()
+            torch.accelerator.synchronize(device)
             extension.reset_counts(rank)
-        loss = loss_of(model, batch(number, rank, device))
-        loss.backward()
+        for data in batches:
+            loss = loss_of(model, data)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,15 @@ if WHY_NOT is not None:
     pytest.skip(WHY_NOT, allow_module_level=True)
 
 
-def train(tmp_path: Path, num_ranks: int, *, built_on: str = "device", seed: int = 0, **config: Any) -> list[Any]:
+def train(
+    tmp_path: Path, num_ranks: int, *, built_on: str = "device", seed: int = 0, at_home: str = "none", **config: Any
+) -> list[Any]:
     """Run the program on every rank; returns what each wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = json.dumps({"config": config, "out": str(tmp_path), "seed": seed, "built_on": built_on})
+    options = {"out": str(tmp_path), "seed": seed, "built_on": built_on, "at_home": at_home}
+    settings = json.dumps({"config": config, **options})
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     command = [sys.executable, "-m", "device.rank_program", settings]
     ranks = [
@@ -40,29 +45,52 @@ def train(tmp_path: Path, num_ranks: int, *, built_on: str = "device", seed: int
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
 
 
-def expected(num_ranks: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Plain training on one device, with gradients averaged over the ranks' batches in rank order."""
+def expected(
+    num_ranks: int, *, num_backwards: int = 1, averages_each: bool = False, max_norm: float | None = None
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Plain training on one device, with gradients averaged over the ranks' batches in rank order.
+
+    `averages_each`: those of each backward, as stages 2 and 3 do, and not their sum.
+    """
     model = rank_program.make(DEVICE)
     optimizer = rank_program.adamw(model)
     losses: list[torch.Tensor] = []
     for number in range(rank_program.NUM_STEPS):
-        sums: list[torch.Tensor] = []
+        found: list[list[list[torch.Tensor]]] = []  # by rank, by backward
         for rank in range(num_ranks):
-            loss = rank_program.loss_of(model, rank_program.batch(number, rank, DEVICE))
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
+            found.append([])
+            for part in range(num_backwards):
+                loss = rank_program.loss_of(model, rank_program.batch(10 * number + part, rank, DEVICE))
+                found[-1].append(list(torch.autograd.grad(loss, list(model.parameters()))))
             losses.append(loss.detach().cpu())
-        for parameter, total in zip(model.parameters(), sums, strict=True):
-            parameter.grad = total / num_ranks
+        if averages_each:
+            totals = added([divided(added(parts), num_ranks) for parts in zip(*found, strict=True)])
+        else:
+            totals = divided(added([added(parts) for parts in found]), num_ranks)
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = total
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return {name: p.detach().cpu() for name, p in model.named_parameters()}, losses
 
 
+def added(terms: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [functools.reduce(torch.add, parts) for parts in zip(*terms, strict=True)]
+
+
+def divided(sums: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    return [total / number for total in sums]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("at_home", ["none", "some"])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_stage_trains_as_plain_pytorch_on_all_batches(num_ranks: int, stage: int, tmp_path: Path) -> None:
+def test_every_stage_trains_as_plain_pytorch_on_all_batches(
+    num_ranks: int, at_home: str, stage: int, tmp_path: Path
+) -> None:
     weights, losses = expected(num_ranks)
-    found = train(tmp_path, num_ranks, stage=stage, memory="4MiB", seed=stage)
+    found = train(tmp_path, num_ranks, stage=stage, memory="4MiB", seed=stage, at_home=at_home)
     for rank, result in enumerate(found):
         assert torch.equal(result["losses"], torch.stack(losses[rank::num_ranks]))
         for name, value in weights.items():
@@ -82,10 +110,30 @@ def test_each_link_carries_a_share_in_stage_three(tmp_path: Path) -> None:
     for result in train(tmp_path, 2, stage=3, memory="4MiB"):
         whole = sum(4 * num_elements for num_elements, _ in result["units"])
         stored = sum(4 * num_stored for _, num_stored in result["units"])
-        batch_bytes = 4 * 8 * 48
         counts = result["counts"]
         assert stored <= whole // 2 + 4096
-        assert counts["uploaded"] == stored + batch_bytes
+        assert counts["uploaded"] == stored
         assert counts["downloaded"] == stored
         assert counts["unpinned"] == 0
         assert counts["sent"] == stored + (whole - stored)  # the gather, and the others' shards of gradients
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_crosses_the_host_links_where_all_lives_on_the_devices(stage: int, tmp_path: Path) -> None:
+    """Accumulated gradients stay there, too."""
+    weights, losses = expected(2, num_backwards=2, averages_each=stage >= 2)
+    config = {"stage": stage, "memory": "4MiB", "gradient_accumulation_steps": 2}
+    for rank, result in enumerate(train(tmp_path, 2, at_home="all", **config)):
+        assert result["counts"]["uploaded"] == result["counts"]["downloaded"] == 0
+        assert result["counts"]["unpinned"] == 0
+        assert torch.equal(result["losses"], torch.stack(losses[rank::2]))
+        for name, value in weights.items():
+            assert torch.equal(result["weights"][name], value), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_over_ranks(stage: int, tmp_path: Path) -> None:
+    weights, _ = expected(2, max_norm=0.05)
+    for result in train(tmp_path, 2, stage=stage, memory="4MiB", at_home="some", max_grad_norm=0.05):
+        for name, value in weights.items():
+            assert torch.allclose(result["weights"][name], value, atol=1e-6), name

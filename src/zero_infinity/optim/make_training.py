@@ -25,6 +25,7 @@ from zero_infinity.optim.training_observer import TrainingObserver
 from zero_infinity.optim.training_step import TrainingStep
 from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers.device_cache import DeviceCache
@@ -72,7 +73,9 @@ def make_collectives(
         bucket_bytes,
         wire_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
         all_reduce=sharding.reduces_everywhere,
-        absent=lambda number: local_gradients(by_number[number], {}),
+        absent=lambda number: local_gradients(
+            by_number[number], {}, stays=by_number[number].the_block().home is Home.DEVICE
+        ),
         accelerator=accelerator,
     )
     on_close(reduce_scatter.close)
@@ -84,8 +87,9 @@ def make_collectives(
     gathered = cache if sharding.shards_parameters else None
     device = accelerator.device if accelerator is not None else torch.device("cpu")
     sends_float16 = reduce_dtype == "float16"
+    updated = channels.on_device
     return GradientCollectives(
-        sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device, sends_float16
+        sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device, sends_float16, updated
     )
 
 

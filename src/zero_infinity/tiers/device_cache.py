@@ -61,6 +61,9 @@ class CopyMover:
 
     def _begin_copy(self, source: CopySource) -> DeviceCopy:
         block = source.the_block()
+        if block.on_device is not None:
+            # The update of the block was launched before this, by this thread.
+            return DeviceCopy(source, written=self._copier.device.computed())
         # By the policy's count, which does not depend on when something moves.
         if not self._host_cache.is_cached(block) and self._copier.reads_directly(source):
             return DeviceCopy(source, is_direct=True)
@@ -130,6 +133,9 @@ class CopyMover:
         """Write the values of a copy to the unit's block."""
         with self._host_cache.writing(source.the_block()) as memory:
             mine = flat[source.stored.start : source.stored.stop]
+            if source.the_block().on_device is not None:
+                memory.view(source.dtype)[: len(mine)].copy_(mine)
+                return
             here, transfer = self._copier.device.download(mine)
             transfer.wait()
             memory.view(source.dtype)[: len(mine)].copy_(here)

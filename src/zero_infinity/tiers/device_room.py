@@ -22,7 +22,9 @@ from zero_infinity.policy.device_room import (
     is_worth_changing,
     learnt_budget,
 )
+from zero_infinity.tiers.device_cache import DeviceCache
 from zero_infinity.tiers.others_peak import OthersPeak
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 
 class LimitedMemory(Protocol):
@@ -154,3 +156,32 @@ class DeviceRoom:
         self.budget = budget
         self._cache.limit(budget)
         self._stays.room = max(0, budget - self._cache.total_bytes())
+
+
+def make_device_room(
+    accelerator: TorchAccelerator,
+    cache: DeviceCache,
+    look_ahead: Callable[[int], int],
+    *,
+    least: int,
+    channel: Channel | None,
+    trains: bool,
+    stays: ActivationStays,
+) -> DeviceRoom:
+    """Return what sets the budget of `cache`, and its look-ahead by that."""
+
+    def limit(budget: int) -> None:
+        cache.limit(budget, look_ahead(budget))
+        accelerator.memory.limit(budget)
+
+    room = DeviceRoom(
+        CachedCopies(accelerator.memory, limit, lambda: cache.total_bytes),
+        budget=accelerator.budget,
+        least=least,
+        is_measured=accelerator.is_measured,
+        channel=channel,
+        trains=trains,
+        stays=stays,
+    )
+    cache.shrink = room.shrink
+    return room
