@@ -179,6 +179,13 @@ MUTATIONS = [
         tests=HOMES,
     ),
     Mutation(
+        "collectives are launched in one order",
+        "comm/device_group.py",
+        "while self._num_launched != number and not self._is_cut:",
+        "while False:",
+        tests=RANKS,
+    ),
+    Mutation(
         "host memory is pinned",
         "engine_builder.py",
         'accelerator_pinning(device) if device.type != "cpu" else None',

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.device import DEVICE, WHY_NOT
-from support.patience import SECONDS
+from support.ranks import run_ranks
 
 from device import rank_program
 
@@ -24,25 +19,11 @@ if WHY_NOT is not None:
 
 
 def train(
-    tmp_path: Path, num_ranks: int, *, built_on: str = "device", seed: int = 0, at_home: str = "none", **config: Any
+    num_ranks: int, *, built_on: str = "device", seed: int = 0, at_home: str = "none", **config: Any
 ) -> list[Any]:
-    """Run the program on every rank; returns what each wrote."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = {"out": str(tmp_path), "seed": seed, "built_on": built_on, "at_home": at_home}
-    settings = json.dumps({"config": config, **options})
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    command = [sys.executable, "-m", "device.rank_program", settings]
-    ranks = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
-        )
-        for rank in range(num_ranks)
-    ]
-    errors = [rank.communicate(timeout=SECONDS)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors)
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
+    """Train on every rank; returns what each found."""
+    program = functools.partial(rank_program.train, built_on=built_on, seed=seed, at_home=at_home, config=config)
+    return run_ranks(num_ranks, program)
 
 
 def expected(
@@ -86,11 +67,9 @@ def divided(sums: list[torch.Tensor], number: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("at_home", ["none", "some"])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_stage_trains_as_plain_pytorch_on_all_batches(
-    num_ranks: int, at_home: str, stage: int, tmp_path: Path
-) -> None:
+def test_every_stage_trains_as_plain_pytorch_on_all_batches(num_ranks: int, at_home: str, stage: int) -> None:
     weights, losses = expected(num_ranks)
-    found = train(tmp_path, num_ranks, stage=stage, memory="4MiB", seed=stage, at_home=at_home)
+    found = train(num_ranks, stage=stage, memory="4MiB", seed=stage, at_home=at_home)
     for rank, result in enumerate(found):
         assert torch.equal(result["losses"], torch.stack(losses[rank::num_ranks]))
         for name, value in weights.items():
@@ -100,14 +79,14 @@ def test_every_stage_trains_as_plain_pytorch_on_all_batches(
 def test_built_on_the_cpu_with_states_on_nvme(tmp_path: Path) -> None:
     weights, _ = expected(2)
     config = {"stage": 3, "memory": "400KiB", "device_memory": "200KiB", "nvme": str(tmp_path)}
-    for result in train(tmp_path, 2, built_on="cpu", **config):
+    for result in train(2, built_on="cpu", **config):
         for name, value in weights.items():
             assert torch.equal(result["weights"][name], value), name
 
 
-def test_each_link_carries_a_share_in_stage_three(tmp_path: Path) -> None:
+def test_each_link_carries_a_share_in_stage_three() -> None:
     """A step uploads this rank's shard and downloads its shard of the gradients; the rest is between devices."""
-    for result in train(tmp_path, 2, stage=3, memory="4MiB"):
+    for result in train(2, stage=3, memory="4MiB"):
         whole = sum(4 * num_elements for num_elements, _ in result["units"])
         stored = sum(4 * num_stored for _, num_stored in result["units"])
         counts = result["counts"]
@@ -119,11 +98,11 @@ def test_each_link_carries_a_share_in_stage_three(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_nothing_crosses_the_host_links_where_all_lives_on_the_devices(stage: int, tmp_path: Path) -> None:
+def test_nothing_crosses_the_host_links_where_all_lives_on_the_devices(stage: int) -> None:
     """Accumulated gradients stay there, too."""
     weights, losses = expected(2, num_backwards=2, averages_each=stage >= 2)
     config = {"stage": stage, "memory": "4MiB", "gradient_accumulation_steps": 2}
-    for rank, result in enumerate(train(tmp_path, 2, at_home="all", **config)):
+    for rank, result in enumerate(train(2, at_home="all", **config)):
         assert result["counts"]["uploaded"] == result["counts"]["downloaded"] == 0
         assert result["counts"]["unpinned"] == 0
         assert torch.equal(result["losses"], torch.stack(losses[rank::2]))
@@ -132,8 +111,15 @@ def test_nothing_crosses_the_host_links_where_all_lives_on_the_devices(stage: in
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_clipping_over_ranks(stage: int, tmp_path: Path) -> None:
+def test_clipping_over_ranks(stage: int) -> None:
     weights, _ = expected(2, max_norm=0.05)
-    for result in train(tmp_path, 2, stage=stage, memory="4MiB", at_home="some", max_grad_norm=0.05):
+    for result in train(2, stage=stage, memory="4MiB", at_home="some", max_grad_norm=0.05):
         for name, value in weights.items():
             assert torch.allclose(result["weights"][name], value, atol=1e-6), name
+
+
+def test_threads_that_gather_at_the_same_time_do_not_mix_up_their_launches() -> None:
+    """Devices run collectives in the order of their launches. Another order on another rank ends in a deadlock, or here,
+    in one process group, in the other thread's values."""
+    for totals in run_ranks(2, rank_program.gather_from_two_threads, 40):
+        assert [total.tolist() for total in totals] == [[0, 40], [400, 440]]
