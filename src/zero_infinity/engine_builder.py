@@ -6,8 +6,6 @@ and values move into blocks. The parameters are offloaded last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +18,14 @@ from zero_infinity.activations.activation_storage import ActivationBlocks, Activ
 from zero_infinity.activations.block_finder import Stack
 from zero_infinity.activations.device_activation_storage import DeviceActivationStorage
 from zero_infinity.activations.offload import ActivationOffload, make_activation_offload
-from zero_infinity.byte_sizes import format_bytes, format_count
+from zero_infinity.byte_sizes import format_count
 from zero_infinity.comm.connect import Channels, connect
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.comm.topics import START
 from zero_infinity.config import Config
 from zero_infinity.deferred_init import DeferredInit
 from zero_infinity.engine_parts import EngineParts
-from zero_infinity.errors import CapacityError, UsageError
+from zero_infinity.errors import UsageError
 from zero_infinity.model_layout import ModelLayout, is_copied, plan_layout
 from zero_infinity.optim.gradient_hook import GradientHook, NoGradientHook
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
@@ -232,14 +230,14 @@ class EngineBuilder:
         for unit in (*layout.units, *(whole.unit for whole in layout.tiled)):
             for managed in unit.parameters:
                 offloaded_param.move(managed, self._environment.device)
-        with self._making_homes():
+        with self._environment.making_homes(layout.on_device.homes if layout.on_device is not None else 0):
             for unit, home in layout.homes.items():
                 if home is Home.DEVICE:
                     store.add_on_device(unit, self._environment.device)
                 elif not unit.is_stored:
                     store.add(unit, home)
             self._make_chunks()
-        self._serve_copies(cache)
+        room = self._serve_copies(channels, cache)
         store.closers.append(store.update_worker.close)  # closed before the copies, which may wait for an update
         training = self._make_training(channels, cache, routing)
         access = UnitAccess(store.compute_thread, store.sources, store.storages, training.observer)
@@ -261,7 +259,6 @@ class EngineBuilder:
         store.store.reset_heap_baseline()
         if self.ranks is not None:
             store.closers.append(self.ranks.leave)
-        room = self._make_room(channels, cache)
         phases = AccessPhases(store.host_cache, cache, trains=self._trains)
         return BuiltEngine(channels, cache, room, activations, training, unsharder, phases)
 
@@ -315,9 +312,9 @@ class EngineBuilder:
             return None
         return find_direct_reader(self._environment.device, nvme)
 
-    def _make_room(self, channels: Channels | None, cache: DeviceCache | None) -> DeviceRoom | None:
+    def _make_room(self, channels: Channels | None, cache: DeviceCache) -> DeviceRoom | None:
         accelerator = self._environment.torch_accelerator
-        if accelerator is None or cache is None:
+        if accelerator is None:
             return None
         is_gathered = cache.copier.is_collective
         return make_device_room(
@@ -330,32 +327,25 @@ class EngineBuilder:
             stays=self._stays,
         )
 
-    def _serve_copies(self, cache: DeviceCache | None) -> None:
-        """Let modules use copies of units that they cannot use where they are stored, or in the form they are."""
+    def _serve_copies(self, channels: Channels | None, cache: DeviceCache | None) -> DeviceRoom | None:
+        """Let modules use copies of units that they cannot use where they are stored, or in the form they are.
+
+        Returns what sets the budget of these copies on an accelerator.
+        """
         if cache is None:
-            return
-        copied, there = CopiedValues(cache), DeviceValues()
+            return None
+        sources, there, copied = self.parameter_store.sources, DeviceValues(), []
         for unit in (*self.layout.units, *self.layout.replaced):
             if self.layout.homes.get(unit) is Home.DEVICE and not is_copied(unit):
-                self.parameter_store.sources.serve(unit, there)
+                sources.serve(unit, there)
             elif self._accelerator is not None or is_copied(unit):
                 cache.add(unit)
-                self.parameter_store.sources.serve(unit, copied)
-
-    @contextmanager
-    def _making_homes(self) -> Iterator[None]:
-        """Inside, units get their memory on the device."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            division, device = self.layout.on_device, self._environment.device
-            homes = division.homes if division is not None else 0
-            free, asked = torch.accelerator.get_memory_info(device)[0], self._environment.device_memory or 0
-            raise CapacityError(
-                f"{device} ran out of memory where {format_bytes(homes)} of the model were to live: "
-                f"{format_bytes(free)} are free, and device_memory is {format_bytes(asked)}\n"
-                "  fix:   a smaller device_memory; or leave the model on the CPU before zi.prepare, which moves it"
-            ) from error
+                copied.append(unit)
+        room = self._make_room(channels, cache)
+        copies = CopiedValues(cache, room)
+        for unit in copied:
+            sources.serve(unit, copies)
+        return room
 
     def _make_chunks(self) -> None:
         store, layout = self.parameter_store, self.layout

@@ -152,14 +152,32 @@ class DeviceValues:
         """Nothing to do: changes are made in the block."""
 
 
-class CopiedValues:
-    """Units from copies in the device cache."""
+class ShrinkingCache(Protocol):
+    """The device memory of a cache."""
 
-    def __init__(self, cache: DeviceCache) -> None:
+    def shrink(self, when: str) -> bool:
+        """The device ran out of memory: give back what is not in use; False if the cache cannot be smaller."""
+
+
+class CopiedValues:
+    """Units from copies in the device cache, whose memory may shrink."""
+
+    def __init__(self, cache: DeviceCache, memory: ShrinkingCache | None) -> None:
         self._cache = cache
+        self._memory = memory
 
     def acquire(self, unit: Unit) -> torch.Tensor:
-        return self._cache.acquire(unit)
+        is_second = False
+        while True:
+            try:
+                return self._cache.acquire(unit)
+            except torch.OutOfMemoryError:
+                if self._memory is None:
+                    raise
+                # Also a cache that does not shrink has given back what was not in use: once.
+                if not self._memory.shrink("when a layer was to be copied to it") and is_second:
+                    raise
+                is_second = True
 
     def current(self, unit: Unit) -> bool:
         return self._cache.is_current(unit)

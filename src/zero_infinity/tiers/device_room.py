@@ -97,6 +97,7 @@ class DeviceRoom:
         if self._is_mid_step and self._memory.others.num_failures() > self._known_failures:
             self.shrink("in a step before this one")
         self._is_mid_step = True
+        self._share()  # units may have left the cache
 
     def end_forward(self) -> None:
         """The model's forward has ended: a step, if it is not trained."""
@@ -152,10 +153,14 @@ class DeviceRoom:
         return True
 
     def _set(self, budget: int) -> None:
-        """Give the cache this much. What it never needs, since all copies fit, is for saved tensors."""
+        """Give the cache this much."""
         self.budget = budget
         self._cache.limit(budget)
-        self._stays.room = max(0, budget - self._cache.total_bytes())
+        self._share()
+
+    def _share(self) -> None:
+        """What the cache never needs, since all copies fit, is for saved tensors."""
+        self._stays.room = max(0, self.budget - self._cache.total_bytes())
 
 
 def make_device_room(
@@ -174,7 +179,7 @@ def make_device_room(
         cache.limit(budget, look_ahead(budget))
         accelerator.memory.limit(budget)
 
-    room = DeviceRoom(
+    return DeviceRoom(
         CachedCopies(accelerator.memory, limit, lambda: cache.total_bytes),
         budget=accelerator.budget,
         least=least,
@@ -183,5 +188,3 @@ def make_device_room(
         trains=trains,
         stays=stays,
     )
-    cache.shrink = room.shrink
-    return room
