@@ -47,7 +47,8 @@ class Config:
 
     Args:
         memory: Host RAM that the engine may hold, for each rank: `"4GiB"`, or bytes. Default: see `memory_budget`.
-        device_memory: Accelerator memory for parameters. Default: what the first steps leave free, as `zi.stats` says.
+        device_memory: Accelerator memory for parameters in use and, if it is given, for whole states as far as they
+            fit. Default: what the first steps leave free, as `zi.stats` says.
         nvme: A directory on the drive to use as the slowest tier, or several directories to stripe over. Default: RAM
             only.
         stage: What is sharded over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.

@@ -116,7 +116,7 @@ class DeferredInit:
             0,
             channel=ranks.channel("construction"),
         )
-        self._gathered = CopiedValues(cache)
+        self._gathered = CopiedValues(cache, None)
         self.parameter_store.closers.append(cache.copier.close)
         return cache
 

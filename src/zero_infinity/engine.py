@@ -28,6 +28,7 @@ from zero_infinity.optim.foreign_training import refuse_others
 from zero_infinity.params.module_hooks import ZeroGradients
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_values import UnitValues
+from zero_infinity.policy.homes import Home
 from zero_infinity.run_trace import STEP
 from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.trace import HOST
@@ -60,6 +61,7 @@ class TrainingEngine:
         self.records = builder.layout.records
         self.division = builder.layout.placement
         self.background_save = BackgroundSave(self.ranks)
+        self._accelerator = accelerator
         self._replicas = replicas
         self._layout = builder.layout
         self._run_trace = self.parameter_store.run_trace
@@ -179,12 +181,14 @@ class TrainingEngine:
             for managed in unit.parameters:
                 if record.has_master and managed.state.is_edited and managed in record.state_names:
                     self.state_io.take_edits(managed)
+        self._finish_device()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Inside, every value and state is replaced. A failure leaves a mix of old and new ones: a torn step."""
         self.gradients.restart()
         self.settle()
+        self._finish_device()
         for unit in self._all_units():
             self.parameter_store.sources.of(unit).updated(unit)
         self.host_cache.end_cycle(same_order=False)  # do not prefetch for a next step
@@ -230,6 +234,11 @@ class TrainingEngine:
         )
 
     # ------------------------------------------------------------------ inside
+
+    def _finish_device(self) -> None:
+        """Wait for what was launched on units that live on the device: threads without its streams use them next."""
+        if self._accelerator is not None and Home.DEVICE in self._layout.homes.values():
+            torch.accelerator.synchronize(self._accelerator.device)
 
     def _all_units(self) -> list[Unit]:
         """All units, including those that are materialized from tiles, which come first."""

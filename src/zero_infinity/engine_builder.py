@@ -32,7 +32,7 @@ from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.loss_scale import CastInputs, LossScale
 from zero_infinity.optim.make_training import TrainedParameters, Training, make_collectives, make_training
 from zero_infinity.optim.no_updates import is_trained
-from zero_infinity.optim.state_records import make_chunks
+from zero_infinity.optim.state_records import make_chunks, make_device_chunk
 from zero_infinity.params import module_hooks, offloaded_param
 from zero_infinity.params.access_phases import AccessPhases
 from zero_infinity.params.dtensor import check_group, local_of
@@ -43,16 +43,17 @@ from zero_infinity.params.moe_routing import ExpertRouting, RoutingWatch
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.saved_tensors import SavedTensorHooks
 from zero_infinity.params.unit_access import UnitAccess
-from zero_infinity.params.unit_values import CopiedValues
+from zero_infinity.params.unit_values import CopiedValues, DeviceValues
 from zero_infinity.params.unshard import ParameterOwner, Unsharder
 from zero_infinity.policy.activation_stays import ActivationStays
+from zero_infinity.policy.homes import Home
 from zero_infinity.policy.lookahead import copy_lookahead, inference_lookahead
 from zero_infinity.storage.numa import cores_near, keep_near
 from zero_infinity.storage.pinning import accelerator_pinning
 from zero_infinity.tiers.compute_device import ComputeDevice, CpuDevice, memory_of, memory_to_compute_into
 from zero_infinity.tiers.copier import copy_size
 from zero_infinity.tiers.device_cache import DeviceCache, make_device_cache
-from zero_infinity.tiers.device_room import CachedCopies, DeviceRoom
+from zero_infinity.tiers.device_room import DeviceRoom, make_device_room
 from zero_infinity.tiers.direct_read import DirectReader, find_direct_reader
 from zero_infinity.tiers.host_cache import SpareBytes
 from zero_infinity.tiers.torch_accelerator import TorchAccelerator
@@ -148,9 +149,9 @@ class EngineBuilder:
 
     def _title(self) -> str:
         """The title of a trace."""
-        num_parameters = format_count(sum(p.num_elements for p in self.layout.managed.values()))
+        size = format_count(sum(p.num_elements for p in self.layout.managed.values()))
         rank = f", rank {self.ranks.rank} of {self.ranks.num_ranks}" if self.ranks is not None else ""
-        return f"{type(self._model).__name__}: {num_parameters} parameters{rank}"
+        return f"{type(self._model).__name__}: {size} parameters{rank}"
 
     # ------------------------------------------------------------------ memory and connections
 
@@ -170,8 +171,16 @@ class EngineBuilder:
         copied = self._accelerator is not None or self.layout.copies
         names = {unit.number: unit.name for unit in self.layout.units}
         num_elements = sum(unit.num_elements for unit in self.layout.units)
-        device = self._environment.device if copied else None
-        return connect(self.ranks, self._environment.sharding, names, num_elements, device, self._environment.device)
+        device = self._environment.device
+        return connect(
+            self.ranks,
+            self._environment.sharding,
+            names,
+            num_elements,
+            copies_on=device if copied else None,
+            gradients_on=device,
+            homes_on=device if self.layout.lives_on_device else None,
+        )
 
     def _make_activations(self) -> ActivationOffload | None:
         store = self.parameter_store
@@ -221,12 +230,15 @@ class EngineBuilder:
         for unit in (*layout.units, *(whole.unit for whole in layout.tiled)):
             for managed in unit.parameters:
                 offloaded_param.move(managed, self._environment.device)
-        for unit, home in zip(layout.units, layout.placement.homes, strict=True):
-            if not unit.is_stored:
-                store.add(unit, home)
-        self._serve_copies(cache)
+        with self._environment.making_homes(layout.on_device.homes if layout.on_device is not None else 0):
+            for unit, home in layout.homes.items():
+                if home is Home.DEVICE:
+                    store.add_on_device(unit, self._environment.device)
+                elif not unit.is_stored:
+                    store.add(unit, home)
+            self._make_chunks()
+        room = self._serve_copies(channels, cache)
         store.closers.append(store.update_worker.close)  # closed before the copies, which may wait for an update
-        self._make_chunks()
         training = self._make_training(channels, cache, routing)
         access = UnitAccess(store.compute_thread, store.sources, store.storages, training.observer)
         pack = activations.pack if activations is not None else None
@@ -247,7 +259,6 @@ class EngineBuilder:
         store.store.reset_heap_baseline()
         if self.ranks is not None:
             store.closers.append(self.ranks.leave)
-        room = self._make_room(channels, cache)
         phases = AccessPhases(store.host_cache, cache, trains=self._trains)
         return BuiltEngine(channels, cache, room, activations, training, unsharder, phases)
 
@@ -268,18 +279,22 @@ class EngineBuilder:
             return None
         device: ComputeDevice = self._accelerator or CpuDevice(copies)
         budget = copies or self._environment.device_memory or 0
+        if self.layout.on_device is not None:
+            device.set_aside(self.layout.on_device.homes)
+            budget = self.layout.on_device.copies
+        channel = channels.copies if channels is not None else None
         cache = make_device_cache(
             store.host_cache,
             device,
             store.parts.make_policy,
             budget,
-            self._copy_lookahead(budget, is_gathered=channels is not None and channels.copies is not None),
-            channel=channels.copies if channels is not None else None,
+            self._copy_lookahead(budget, is_gathered=channel is not None),
+            channel=channel,
             tier_name=COPIES if self._accelerator is None else DEVICE,
             direct=self._find_direct_reader(channels),
         )
         store.closers.append(cache.copier.close)
-        if channels is not None and channels.copies is not None:
+        if channels is not None and channel is not None:
             channels.steps.pauses.append(cache.copier.pause)
         if self._accelerator is not None:
             io_threads = store.store.engine.thread_ids if store.store.engine is not None else []
@@ -297,47 +312,49 @@ class EngineBuilder:
             return None
         return find_direct_reader(self._environment.device, nvme)
 
-    def _make_room(self, channels: Channels | None, cache: DeviceCache | None) -> DeviceRoom | None:
+    def _make_room(self, channels: Channels | None, cache: DeviceCache) -> DeviceRoom | None:
         accelerator = self._environment.torch_accelerator
-        if accelerator is None or cache is None:
+        if accelerator is None:
             return None
-
-        def limit(budget: int) -> None:
-            cache.limit(budget, self._copy_lookahead(budget, is_gathered=cache.copier.is_collective))
-            accelerator.memory.limit(budget)
-
-        room = DeviceRoom(
-            CachedCopies(accelerator.memory, limit, lambda: cache.total_bytes),
-            budget=accelerator.budget,
+        is_gathered = cache.copier.is_collective
+        return make_device_room(
+            accelerator,
+            cache,
+            lambda budget: self._copy_lookahead(budget, is_gathered=is_gathered),
             least=self.layout.least_on_device,
-            is_measured=accelerator.is_measured,
-            channel=channels.steps if channels is not None and cache.copier.is_collective else None,
+            channel=channels.steps if channels is not None and is_gathered else None,
             trains=self._trains,
             stays=self._stays,
         )
-        cache.shrink = room.shrink
-        return room
 
-    def _serve_copies(self, cache: DeviceCache | None) -> None:
-        """Let modules use copies of units that they cannot use in their stored form."""
+    def _serve_copies(self, channels: Channels | None, cache: DeviceCache | None) -> DeviceRoom | None:
+        """Let modules use copies of units that they cannot use where they are stored, or in the form they are.
+
+        Returns what sets the budget of these copies on an accelerator.
+        """
         if cache is None:
-            return
-        copied = CopiedValues(cache)
+            return None
+        sources, there, copied = self.parameter_store.sources, DeviceValues(), []
         for unit in (*self.layout.units, *self.layout.replaced):
-            if self._accelerator is not None or is_copied(unit):
+            if self.layout.homes.get(unit) is Home.DEVICE and not is_copied(unit):
+                sources.serve(unit, there)
+            elif self._accelerator is not None or is_copied(unit):
                 cache.add(unit)
-                self.parameter_store.sources.serve(unit, copied)
+                copied.append(unit)
+        room = self._make_room(channels, cache)
+        copies = CopiedValues(cache, room)
+        for unit in copied:
+            sources.serve(unit, copies)
+        return room
 
     def _make_chunks(self) -> None:
         store, layout = self.parameter_store, self.layout
         for unit, record in layout.records.items():
-            for block in make_chunks(
-                record,
-                layout.placement.chunk_bytes,
-                unit.the_block().home,
-                store.store,
-                whole_gradients=layout.whole_gradients,
-            ):
+            if layout.homes[unit] is Home.DEVICE:
+                make_device_chunk(record, store.store, self._environment.device)
+                continue
+            chunk_bytes, home = layout.placement.chunk_bytes, unit.the_block().home
+            for block in make_chunks(record, chunk_bytes, home, store.store, whole_gradients=layout.whole_gradients):
                 store.host_cache.add(block)
 
     def _make_training(

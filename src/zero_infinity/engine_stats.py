@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zero_infinity.comm.channel import Traffic
 from zero_infinity.model_layout import ModelLayout
 from zero_infinity.params.parameter_store import ParameterStore
+from zero_infinity.policy.state_shares import state_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,10 @@ class Stats:
 
     num_steps: int
     num_parameters: int
-    state_bytes: int  # parameters, optimizer states and master weights
+    state_bytes: int  # parameters, optimizer states and master weights: the sum of the next three
+    device_state_bytes: int  # that live in device memory
+    ram_state_bytes: int  # that live in host memory, or stay there as long as the cache has room for all
+    nvme_state_bytes: int  # the rest
     memory_budget: int
     memory_held: int
     memory_peak: int
@@ -44,6 +48,12 @@ class Stats:
     sent_bytes: dict[str, int]
     num_exchanges: dict[str, int]
 
+    @property
+    def homes(self) -> str:
+        """Where the states are, such as "5% device, 55% RAM, 40% NVMe"."""
+        parts = ((self.device_state_bytes, "device"), (self.ram_state_bytes, "RAM"), (self.nvme_state_bytes, "NVMe"))
+        return ", ".join(f"{num_bytes / max(1, self.state_bytes):.0%} {name}" for num_bytes, name in parts if num_bytes)
+
 
 def collect_stats(
     parameter_store: ParameterStore,
@@ -67,10 +77,15 @@ def collect_stats(
         sent.update(more_sent)  # adds up
         calls.update(more_calls)
     sizes = layout.sizes
+    homes = [layout.homes[unit] for unit in layout.units]
+    shares = state_shares(sizes, homes, layout.placement)
     return Stats(
         num_steps=num_steps,
         num_parameters=sum(p.num_elements for p in layout.managed.values()),
         state_bytes=sum(size.parameters + size.record for size in sizes),
+        device_state_bytes=shares.device,
+        ram_state_bytes=shares.ram,
+        nvme_state_bytes=shares.nvme,
         memory_budget=store.pool.budget,
         memory_held=store.pool.held_bytes,
         memory_peak=store.pool.peak_bytes,

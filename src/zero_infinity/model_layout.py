@@ -24,6 +24,8 @@ from zero_infinity.params.find_parameters import find_parameters
 from zero_infinity.params.unit import ManagedParameter, Unit, make_unit
 from zero_infinity.params.unshard import ParameterOwner, unsharder_of
 from zero_infinity.policy.alignment import round_up
+from zero_infinity.policy.chunk_size import MAX_CHUNK_BYTES
+from zero_infinity.policy.device_homes import DeviceDivision, DeviceUnit, divide_device
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers
 from zero_infinity.policy.partition import Span
@@ -49,12 +51,19 @@ class ModelLayout:
     built_by: set[ParameterOwner]  # owners of the parameters so far: a `zi.init`
     records: dict[Unit, StateRecord]
     sizes: list[UnitSize]
+    homes: dict[Unit, Home]
     whole_gradients: bool  # keep whole gradients, although this rank updates a shard
-    placement: MemoryDivision
+    placement: MemoryDivision  # of host memory
+    on_device: DeviceDivision | None  # of an accelerator's memory
     copies: int  # bytes for copies of units that modules cannot use in their stored form
     least_on_device: int  # the largest units that are needed together on an accelerator
     bucket_bytes: int  # for gradients being sent to other ranks
     spare: SpareBytes  # for materialized tiles and, where nothing is evicted, for saved tensors
+
+    @property
+    def lives_on_device(self) -> bool:
+        """True if units live on an accelerator."""
+        return Home.DEVICE in self.homes.values()
 
 
 def plan_layout(
@@ -106,12 +115,20 @@ def _lay_out(
     least_on_device = max((sum(map(copy_size, group)) for group in together), default=0)
     if accelerator is not None:
         _check_device_room(together, environment.device_memory or 0)
-    at_once = [(group[0].name, sum(round_up(unit.stored_bytes) for unit in group)) for group in together]
+    on_device = _divide_device(dict(zip(units, sizes, strict=True)), together, buffers, environment, trains=trains)
+    at_home = on_device.at_home if on_device is not None else [False] * len(units)
+    staying = {unit for unit, is_home in zip(units, at_home, strict=True) if is_home}
+    on_host = [unit for unit in units if unit not in staying]
+    at_once = [
+        (group[0].name, sum(round_up(unit.stored_bytes) for unit in group if unit not in staying)) for group in together
+    ]
     # Units that will be replaced are still in memory while their successors move in.
     old = sum(u.the_block().held_bytes for u in replaced if u.the_block().home is Home.RAM)
     free = environment.budget - buffers.total - old
     activations = trains and config.offload_activations in (True, "all")
-    placement = place(sizes, free, at_once, nvme=bool(config.nvme), activations=activations, trains=trains)
+    on_host_sizes = [size for unit, size in zip(units, sizes, strict=True) if unit not in staying]
+    placement = place(on_host_sizes, free, at_once, nvme=bool(config.nvme), activations=activations, trains=trains)
+    on_host_homes = dict(zip(on_host, placement.homes, strict=True))
     check_room_to_cut(sorting.tiled, placement.cache, environment.budget)
     return ModelLayout(
         owners=owners,
@@ -124,8 +141,10 @@ def _lay_out(
         built_by=owners_before,
         records=records,
         sizes=sizes,
+        homes={unit: Home.DEVICE if unit in staying else on_host_homes[unit] for unit in units},
         whole_gradients=whole_gradients,
         placement=placement,
+        on_device=on_device,
         copies=buffers.copies,
         least_on_device=least_on_device,
         bucket_bytes=buffers.bucket,
@@ -309,6 +328,39 @@ def _buffers(
         gathered=environment.sharding.shards_parameters,
         num_ranks=environment.sharding.partition.num_ranks if trains else 1,
     )
+
+
+def _divide_device(
+    sizes: dict[Unit, UnitSize],
+    together: Sequence[Sequence[Unit]],
+    buffers: SharedBuffers,
+    environment: TrainingEnvironment,
+    *,
+    trains: bool,
+) -> DeviceDivision | None:
+    """Choose the units that live on the accelerator, the same on every rank."""
+    sharding = environment.sharding
+    by_owner = sharding.is_distributed and sharding.partition.kind == "owner"  # then ranks have other sizes
+    # Without a number, device memory is what activations leave, which is not known yet: homes could not give it back.
+    is_given = environment.torch_accelerator is not None and environment.config.device_memory is not None
+    if not is_given or by_owner or not trains:
+        return None
+    numbers = {unit: number for number, unit in enumerate(sizes)}
+    found = [
+        DeviceUnit(
+            size.parameters,
+            at_home=size.parameters + round_up(size.record) + round_up(size.gradients),
+            copy=copy_size(unit),
+            copy_at_home=copy_size(unit) if is_copied(unit) else 0,
+            on_host=size.total(MAX_CHUNK_BYTES),
+            may_move=all(parameter.whole is None for parameter in unit.parameters),
+        )
+        for unit, size in sizes.items()
+    ]
+    set_aside = max((size.arriving for size in sizes.values()), default=0)
+    host_room = environment.common_budget - buffers.total - set_aside
+    groups = [[numbers[unit] for unit in group] for group in together]
+    return divide_device(found, environment.device_memory or 0, groups, host_room)
 
 
 def _check_device_room(together: Iterable[Sequence[Unit]], budget: int) -> None:

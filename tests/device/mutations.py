@@ -22,6 +22,7 @@ TRANSFERS = "tests/device/test_transfers.py"
 MEMORY = "tests/device/test_torch_accelerator.py"
 RANKS = "tests/device/test_ranks.py"
 DIRECT = "tests/device/test_direct_read.py"
+HOMES = "tests/device/test_device_homes.py"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,41 @@ MUTATIONS = [
         "block.has_content and not block.dirty and block.ticket is None",
         "block.has_content",
         tests=DIRECT,
+    ),
+    Mutation(
+        "a copy of what lives on the device waits for its update",
+        DEVICE,
+        "                self._up.wait_event(written)",
+        "                pass",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "a reduced shard that stays is used after its sum",
+        "comm/reduce_scatter.py",
+        "            self._download.order()\n",
+        "",
+        tests=RANKS,
+    ),
+    Mutation(
+        "a reduced shard that stays is kept until it is used",
+        "comm/reduce_scatter.py",
+        "            elements.record_stream(torch.accelerator.current_stream(elements.device))\n",
+        "",
+        tests=RANKS,
+    ),
+    Mutation(
+        "a save waits for updates on the device",
+        "engine.py",
+        "            torch.accelerator.synchronize(self._accelerator.device)",
+        "            pass",
+        tests=HOMES,
+    ),
+    Mutation(
+        "collectives are launched in one order",
+        "comm/device_group.py",
+        "while self._num_launched != number and not self._is_cut:",
+        "while False:",
+        tests=RANKS,
     ),
     Mutation(
         "host memory is pinned",

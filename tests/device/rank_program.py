@@ -1,18 +1,27 @@
-"""One rank of a training on test devices: rank r computes on device r. Writes its weights and counts to a file."""
+"""What the ranks of tests do on test devices: rank r computes on device r. Run by `support.ranks.run_ranks`."""
 
 from __future__ import annotations
 
-import json
-import sys
+import random
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.device import EXTENSION
+from support.homes import living_on_device
 from torch import nn
 
 import zero_infinity as zi
-from device import lag
+from zero_infinity.comm.channel import Channel
+from zero_infinity.comm.process_group import find_group
+from zero_infinity.comm.topics import Topic
+from zero_infinity.policy.partition import Span
 
 NUM_STEPS = 5
+AT_HOME = {"all": None, "none": lambda _: False, "some": lambda number: number % 2 == 0}
 
 
 def make(device: torch.device) -> nn.Module:
@@ -33,37 +42,69 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def main() -> None:
-    settings = json.loads(sys.argv[1])
-    extension = lag.load()
-    torch.set_num_threads(1)
-    extension.set_delays(seed=settings["seed"], probability=0.2, max_seconds=2e-4)
-    dist.init_process_group("cpu:gloo,lag:lag")
-    rank = dist.get_rank()
-    device = torch.device("lag", rank)
+def device_of(rank: int, *, seed: int) -> torch.device:
+    """Make the rank's device the current one, with long delays."""
+    EXTENSION.set_delays(seed=seed, probability=0.2, max_seconds=2e-4)
     torch.accelerator.set_device_index(rank)
-    model = make(device if settings["built_on"] == "device" else torch.device("cpu"))
-    model, optimizer = zi.prepare(model, adamw(model), zi.Config(**settings["config"]))
+    return torch.device("lag", rank)
+
+
+def train(rank: int, *, built_on: str, seed: int, at_home: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps; returns losses and weights, and what the last step moved."""
+    device = device_of(rank, seed=seed)
+    model = make(device if built_on == "device" else torch.device("cpu"))
+    chosen = AT_HOME[at_home]
+    with living_on_device(chosen) if chosen is not None else nullcontext():
+        model, optimizer = zi.prepare(model, adamw(model), zi.Config(**{"device_memory": "4MiB", **config}))
     losses = []
+    num_backwards = config.get("gradient_accumulation_steps", 1)
     for number in range(NUM_STEPS):
+        batches = [batch(10 * number + part, rank, device) for part in range(num_backwards)]
         if number == NUM_STEPS - 1:
             zi.synchronize(model)
             dist.barrier()
-            extension.reset_counts(rank)
-        loss = loss_of(model, batch(number, rank, device))
-        loss.backward()
+            torch.accelerator.synchronize(device)
+            EXTENSION.reset_counts(rank)
+        for data in batches:
+            loss = loss_of(model, data)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     zi.synchronize(model)
-    counts = extension.counts(rank)
-    weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    units = [[u.num_elements, len(u.stored)] for u in zi.api.engine_of(model).units]
-    found = {"weights": weights, "losses": torch.stack(losses).cpu(), "counts": counts, "units": units}
-    torch.save(found, f"{settings['out']}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    counts = EXTENSION.counts(rank)
+    return {
+        "weights": {name: p.detach().cpu().clone() for name, p in model.named_parameters()},
+        "losses": torch.stack(losses).cpu(),
+        "counts": counts,
+        "units": [(u.num_elements, len(u.stored)) for u in zi.api.engine_of(model).units],
+    }
 
 
-if __name__ == "__main__":
-    main()
+def gather_from_two_threads(rank: int, num_gathers: int) -> list[torch.Tensor]:
+    """Two threads gather as they like, with pauses that differ on each rank; returns the sums of what they got."""
+    device = device_of(rank, seed=rank)
+    ranks = find_group(None)
+    assert ranks is not None
+    channels = [ranks.channel(f"thread {number}", device) for number in range(2)]
+    found = [torch.zeros(ranks.num_ranks, device=device) for _ in channels]
+    spans = [Span(number, number + 1) for number in range(ranks.num_ranks)]
+
+    def work(number: int, channel: Channel) -> None:
+        pauses = random.Random(10 * rank + number)
+        with torch.Stream(device):
+            for turn in range(num_gathers):
+                whole = torch.full((len(spans),), float(10 * number + rank), device=device)
+                topic = Topic("parameter gather", turn, f"gather {turn}")
+                channel.agree(topic)
+                time.sleep(pauses.choice((0, 0, 1e-3)))
+                channel.gather(topic, [(whole, spans)])
+                found[number] += whole
+
+    threads = [threading.Thread(target=work, args=arguments) for arguments in enumerate(channels)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.accelerator.synchronize(device)
+    return [total.cpu() for total in found]

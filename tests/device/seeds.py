@@ -36,8 +36,10 @@ def one_rank(draw: random.Random, folder: Path) -> str:
         config["verify"] = True  # reads go through the host
     least = least_device_memory(case.make)
     config["device_memory"] = draw.choice([least, least + least // 2, 3 * least, 64 << 20])
-    described = f"{name}, {setting}, {config}"
-    compare(case.make, training(case.batch, case.loss), adamw, setting, folder, **config)
+    every = draw.choice([0, 1, 2, 3])  # 0: as it is chosen without tests
+    described = f"{name}, {setting}, {config}, every {every}th unit on the device"
+    at_home = (lambda number: number % every == 0) if every else None
+    compare(case.make, training(case.batch, case.loss), adamw, setting, folder, at_home=at_home, **config)
     return described
 
 
@@ -49,11 +51,12 @@ def two_ranks(draw: random.Random, folder: Path) -> str:
     config: dict[str, Any] = {"memory": "4MiB"}
     if draw.random() < 0.5:
         config = {"memory": "400KiB", "device_memory": "200KiB", "nvme": str(folder)}
-    for result in test_ranks.train(folder, 2, stage=stage, seed=draw.randrange(1 << 16), **config):
+    at_home = draw.choice(["none", "some", "all"])
+    for result in test_ranks.train(2, stage=stage, seed=draw.randrange(1 << 16), at_home=at_home, **config):
         for name, value in weights.items():
             if not torch.equal(result["weights"][name], value):
                 raise AssertionError(f"{name} differs at stage {stage}, {config}")
-    return f"2 ranks, stage {stage}, {config}"
+    return f"2 ranks, stage {stage}, {config}, {at_home} of the units on the devices"
 
 
 def main() -> int:

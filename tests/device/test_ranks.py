@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
+import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.device import DEVICE, WHY_NOT
-from support.patience import SECONDS
+from support.ranks import run_ranks
 
 from device import rank_program
 
@@ -21,48 +18,58 @@ if WHY_NOT is not None:
     pytest.skip(WHY_NOT, allow_module_level=True)
 
 
-def train(tmp_path: Path, num_ranks: int, *, built_on: str = "device", seed: int = 0, **config: Any) -> list[Any]:
-    """Run the program on every rank; returns what each wrote."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = json.dumps({"config": config, "out": str(tmp_path), "seed": seed, "built_on": built_on})
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    command = [sys.executable, "-m", "device.rank_program", settings]
-    ranks = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
-        )
-        for rank in range(num_ranks)
-    ]
-    errors = [rank.communicate(timeout=SECONDS)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors)
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
+def train(
+    num_ranks: int, *, built_on: str = "device", seed: int = 0, at_home: str = "none", **config: Any
+) -> list[Any]:
+    """Train on every rank; returns what each found."""
+    program = functools.partial(rank_program.train, built_on=built_on, seed=seed, at_home=at_home, config=config)
+    return run_ranks(num_ranks, program)
 
 
-def expected(num_ranks: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Plain training on one device, with gradients averaged over the ranks' batches in rank order."""
+def expected(
+    num_ranks: int, *, num_backwards: int = 1, averages_each: bool = False, max_norm: float | None = None
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Plain training on one device, with gradients averaged over the ranks' batches in rank order.
+
+    `averages_each`: those of each backward, as stages 2 and 3 do, and not their sum.
+    """
     model = rank_program.make(DEVICE)
     optimizer = rank_program.adamw(model)
     losses: list[torch.Tensor] = []
     for number in range(rank_program.NUM_STEPS):
-        sums: list[torch.Tensor] = []
+        found: list[list[list[torch.Tensor]]] = []  # by rank, by backward
         for rank in range(num_ranks):
-            loss = rank_program.loss_of(model, rank_program.batch(number, rank, DEVICE))
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
+            found.append([])
+            for part in range(num_backwards):
+                loss = rank_program.loss_of(model, rank_program.batch(10 * number + part, rank, DEVICE))
+                found[-1].append(list(torch.autograd.grad(loss, list(model.parameters()))))
             losses.append(loss.detach().cpu())
-        for parameter, total in zip(model.parameters(), sums, strict=True):
-            parameter.grad = total / num_ranks
+        if averages_each:
+            totals = added([divided(added(parts), num_ranks) for parts in zip(*found, strict=True)])
+        else:
+            totals = divided(added([added(parts) for parts in found]), num_ranks)
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = total
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return {name: p.detach().cpu() for name, p in model.named_parameters()}, losses
 
 
+def added(terms: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [functools.reduce(torch.add, parts) for parts in zip(*terms, strict=True)]
+
+
+def divided(sums: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    return [total / number for total in sums]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("at_home", ["none", "some"])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_every_stage_trains_as_plain_pytorch_on_all_batches(num_ranks: int, stage: int, tmp_path: Path) -> None:
+def test_every_stage_trains_as_plain_pytorch_on_all_batches(num_ranks: int, at_home: str, stage: int) -> None:
     weights, losses = expected(num_ranks)
-    found = train(tmp_path, num_ranks, stage=stage, memory="4MiB", seed=stage)
+    found = train(num_ranks, stage=stage, memory="4MiB", seed=stage, at_home=at_home)
     for rank, result in enumerate(found):
         assert torch.equal(result["losses"], torch.stack(losses[rank::num_ranks]))
         for name, value in weights.items():
@@ -72,20 +79,47 @@ def test_every_stage_trains_as_plain_pytorch_on_all_batches(num_ranks: int, stag
 def test_built_on_the_cpu_with_states_on_nvme(tmp_path: Path) -> None:
     weights, _ = expected(2)
     config = {"stage": 3, "memory": "400KiB", "device_memory": "200KiB", "nvme": str(tmp_path)}
-    for result in train(tmp_path, 2, built_on="cpu", **config):
+    for result in train(2, built_on="cpu", **config):
         for name, value in weights.items():
             assert torch.equal(result["weights"][name], value), name
 
 
-def test_each_link_carries_a_share_in_stage_three(tmp_path: Path) -> None:
+def test_each_link_carries_a_share_in_stage_three() -> None:
     """A step uploads this rank's shard and downloads its shard of the gradients; the rest is between devices."""
-    for result in train(tmp_path, 2, stage=3, memory="4MiB"):
+    for result in train(2, stage=3, memory="4MiB"):
         whole = sum(4 * num_elements for num_elements, _ in result["units"])
         stored = sum(4 * num_stored for _, num_stored in result["units"])
-        batch_bytes = 4 * 8 * 48
         counts = result["counts"]
         assert stored <= whole // 2 + 4096
-        assert counts["uploaded"] == stored + batch_bytes
+        assert counts["uploaded"] == stored
         assert counts["downloaded"] == stored
         assert counts["unpinned"] == 0
         assert counts["sent"] == stored + (whole - stored)  # the gather, and the others' shards of gradients
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_crosses_the_host_links_where_all_lives_on_the_devices(stage: int) -> None:
+    """Accumulated gradients stay there, too."""
+    weights, losses = expected(2, num_backwards=2, averages_each=stage >= 2)
+    config = {"stage": stage, "memory": "4MiB", "gradient_accumulation_steps": 2}
+    for rank, result in enumerate(train(2, at_home="all", **config)):
+        assert result["counts"]["uploaded"] == result["counts"]["downloaded"] == 0
+        assert result["counts"]["unpinned"] == 0
+        assert torch.equal(result["losses"], torch.stack(losses[rank::2]))
+        for name, value in weights.items():
+            assert torch.equal(result["weights"][name], value), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_over_ranks(stage: int) -> None:
+    weights, _ = expected(2, max_norm=0.05)
+    for result in train(2, stage=stage, memory="4MiB", at_home="some", max_grad_norm=0.05):
+        for name, value in weights.items():
+            assert torch.allclose(result["weights"][name], value, atol=1e-6), name
+
+
+def test_threads_that_gather_at_the_same_time_do_not_mix_up_their_launches() -> None:
+    """Devices run collectives in the order of their launches. Another order on another rank ends in a deadlock, or here,
+    in one process group, in the other thread's values."""
+    for totals in run_ranks(2, rank_program.gather_from_two_threads, 40):
+        assert [total.tolist() for total in totals] == [[0, 40], [400, 440]]

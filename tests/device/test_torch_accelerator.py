@@ -85,6 +85,23 @@ def test_computing_into_new_memory_waits_for_its_earlier_upload() -> None:
     assert again.tensor().eq(2).all()
 
 
+def test_a_copy_on_the_device_waits_until_its_source_is_written() -> None:
+    device = TorchAccelerator(DEVICE, 4 * SIZE)
+    source = torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
+    torch.accelerator.synchronize(DEVICE)
+    source.add_(7)
+    target = device.allocate(SIZE)
+    transfer = device.copy(source, target.tensor(), device.computed())
+    transfer.order()
+    assert target.tensor().eq(7).all()
+
+
+def test_what_lives_on_the_device_is_not_for_copies() -> None:
+    device = TorchAccelerator(DEVICE, 4 * SIZE)
+    device.set_aside(3 * SIZE)
+    assert device.budget == SIZE
+
+
 def test_an_unpinned_source_may_change_at_once_and_is_converted() -> None:
     device = TorchAccelerator(DEVICE, 1 << 20)
     target = torch.empty(200_000, dtype=torch.bfloat16, device=DEVICE)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from support.compare import FITS_RAM, HALF, MINIMAL, Setting, adamw, compare, sgd, training
 from support.device import DEVICE, EXTENSION, WHY_NOT
+from support.homes import living_on_device
 from support.matrix import thinned
 from support.models import CASES, gpt2, llama, mean_square, mlp, of_labels, tokens, vectors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_infinity as zi
+from zero_infinity.tiers.copier import copy_size
 
 if EXTENSION is None:
     pytest.skip(str(WHY_NOT), allow_module_level=True)
@@ -65,12 +67,18 @@ def steady(make: object, config: zi.Config, batch: object, loss: object) -> tupl
     return counts(), model
 
 
+def prepared(make: object) -> nn.Module:
+    model = make()
+    return zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))[0]
+
+
 def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def test_bytes_with_parameters_resident_are_once_up_and_once_down(tmp_path: Path) -> None:
-    found, model = steady(mlp, zi.Config(memory="8MiB"), vectors(), mean_square)
+    copies = sum(copy_size(unit) for unit in zi.api.engine_of(prepared(mlp)).units)
+    found, model = steady(mlp, zi.Config(memory="8MiB", device_memory=copies), vectors(), mean_square)
     units = sum(u.num_elements * u.dtype.itemsize for u in zi.api.engine_of(model).units)
     assert found["uploaded"] == units  # with the padding of units
     assert found["downloaded"] == parameter_bytes(model)
@@ -100,7 +108,8 @@ def test_bytes_of_streamed_layers_with_recomputation_are_twice_up_and_once_down(
 
 
 def test_no_asynchronous_copy_from_unpinned_memory(tmp_path: Path) -> None:
-    found, _ = steady(gpt2, zi.Config(memory="8MiB"), tokens(), of_labels)
+    with living_on_device(lambda number: number % 3 == 0):
+        found, _ = steady(gpt2, zi.Config(memory="8MiB", device_memory="8MiB"), tokens(), of_labels)
     assert found["unpinned"] == 0
 
 
@@ -109,7 +118,8 @@ def test_the_computing_threads_never_wait_for_the_device() -> None:
     waits: list[str] = []
     torch.manual_seed(0)
     model = llama()
-    model, optimizer = zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))
+    with living_on_device(lambda number: number % 2 == 0):
+        model, optimizer = zi.prepare(model, sgd(model), zi.Config(memory="8MiB", device_memory="8MiB"))
     batches = [tokens()(number) for number in range(6)]
     for number, data in enumerate(batches):
         if number == 5:
@@ -131,8 +141,7 @@ def test_the_computing_threads_never_wait_for_the_device() -> None:
     os.environ.get("TEST_DEVICE_PINS") == "0", reason="the device's runtime cannot register memory here"
 )
 def test_the_host_cache_is_pinned() -> None:
-    model = mlp()
-    model, _ = zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))
+    model = prepared(mlp)
     engine = zi.api.engine_of(model)
     block = engine.units[0].the_block()
     engine.host_cache.bring(block)

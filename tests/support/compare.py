@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils import _pytree
 
 import zero_infinity as zi
 from support.device import IS_CPU, moved, on_device
+from support.homes import AtHome, living_on_device
 from support.patience import SECONDS
 from zero_infinity import model_layout as layout_module
 from zero_infinity.params import offloaded_param
@@ -120,20 +121,33 @@ def compare(
     directory: Path | Sequence[Path],
     *,
     seed: int = 0,
+    at_home: AtHome | None = None,
     **config: Any,
 ) -> zi.Stats:
-    """Run the script plain and prepared, and raise `Divergence` unless both agree in every bit. Returns the engine's stats."""
-    memory = budget_bytes(make, optimizer, setting, **{k: v for k, v in config.items() if k in _ASKED_WITH})
+    """Run the script plain and prepared, and raise `Divergence` unless both agree in every bit. Returns the engine's stats.
+
+    `at_home`: the numbers of the units that live on the device. By default none where blocks must move; where all fits
+    in RAM, all of them; with NVMe beside it, `device_memory` is not given.
+    """
     plain = run_plain(make, script, optimizer, seed=seed)
-    if not IS_CPU and setting.moves:
+    if not IS_CPU and (setting.moves or at_home is not None):
         config.setdefault("device_memory", least_device_memory(make))
-    settings = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **config)
-    prepared = run_prepared(make, script, optimizer, settings, seed=seed)
+        at_home = at_home or _nowhere
+    elif not IS_CPU and not setting.nvme:
+        config.setdefault("device_memory", "1GiB")
+    with living_on_device(at_home) if at_home is not None else nullcontext():
+        memory = budget_bytes(make, optimizer, setting, **{k: v for k, v in config.items() if k in _ASKED_WITH})
+        settings = zi.Config(memory=memory, nvme=directory if setting.nvme else None, **config)
+        prepared = run_prepared(make, script, optimizer, settings, seed=seed)
     assert_identical(plain, prepared)
     assert prepared.stats is not None
-    if setting.moves:
+    if setting.moves and at_home in (None, _nowhere):
         assert prepared.stats.bytes_read > 0, "nothing moved: the budget is not tight"
     return prepared.stats
+
+
+def _nowhere(_: int) -> bool:
+    return False
 
 
 def run_plain(make: MakeModel, script: Script, optimizer: MakeOptimizer, *, seed: int = 0) -> Outcome:

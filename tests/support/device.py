@@ -43,6 +43,7 @@ WHY_NOT = _why_not()
 EXTENSION = _load()
 IS_CPU = EXTENSION is None
 DEVICE = torch.device("cpu" if IS_CPU else "lag:1")  # not the first one: a wrong index shows
+BACKENDS = "gloo" if IS_CPU else "cpu:gloo,lag:lag"  # of process groups
 
 
 def cpu_only(reason: str) -> pytest.MarkDecorator:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from support import forkserver
+from support.device import BACKENDS
 from support.patience import SECONDS
 
 # Far longer than a test waits: a rank that is lost has to be noticed by other means.
@@ -96,7 +97,7 @@ def _rank(
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     torch.distributed.init_process_group(
-        "gloo",
+        BACKENDS,
         init_method=f"file://{Path(directory) / 'store'}",
         rank=rank,
         world_size=num_ranks,

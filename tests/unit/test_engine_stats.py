@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,11 @@ def test_the_traffic_of_several_groups_is_told_by_kind() -> None:
     assert collect(engine, ranks, replicas).sent_bytes["gradient sum"] == 125, "both groups have sent of this kind"
     alone = collect(engine)
     assert (alone.sent_bytes, alone.num_exchanges) == ({}, {})
+
+
+def test_where_the_states_are_is_said_in_words() -> None:
+    _model, engine = prepare(None)
+    stats = collect(engine)
+    assert stats.homes == "100% RAM"
+    shares = {"device_state_bytes": 5, "ram_state_bytes": 55, "nvme_state_bytes": 40, "state_bytes": 100}
+    assert dataclasses.replace(stats, **shares).homes == "5% device, 55% RAM, 40% NVMe"

@@ -55,6 +55,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "model_layout.py": "memory/test_budget.py",
     "models/hugging_face_config.py": "cli/test_hugging_face_shape.py",
     "optim/foreign_training.py": "equivalence/test_foreign_training.py",
+    "optim/gradient_collectives.py": "multirank/test_options_over_ranks.py",
     "optim/gradient_flow.py": "equivalence/test_training_loops.py",
     "optim/gradient_parts.py": "equivalence/test_training_loops.py",
     "optim/make_training.py": "equivalence/test_models.py",

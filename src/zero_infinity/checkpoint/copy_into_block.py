@@ -18,7 +18,8 @@ from zero_infinity.checkpoint.verify import StoredTensor
 from zero_infinity.errors import UsageError
 
 TensorSource = StoredTensor | torch.Tensor  # in a file, or in memory
-BlockCopy = Callable[[memoryview, memoryview], None]  # into the bytes of a block, using a staging buffer
+BlockBytes = memoryview | torch.Tensor  # in host memory, or on a device
+BlockCopy = Callable[[BlockBytes, memoryview], None]  # into the bytes of a block, using a staging buffer
 
 # ---------------------------------------------------------------------- tensors in memory
 
@@ -56,11 +57,12 @@ def copies_into_block(part: TensorPart, dtype: torch.dtype, source: TensorSource
 
 
 def _copy_piece(
-    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
+    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: BlockBytes, room: memoryview
 ) -> None:
     """Copy the elements of a part that are in one piece."""
     whole = source.elements(number)
-    if source.dtype == dtype and part.start <= whole.start and whole.stop <= part.stop:
+    is_inside = part.start <= whole.start and whole.stop <= part.stop
+    if isinstance(block, memoryview) and source.dtype == dtype and is_inside:
         # No tensors here: each torch operation releases the GIL, and twelve threads would queue for it.
         before = part.at - part.start
         place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
@@ -77,7 +79,7 @@ def _copy_piece(
 
 
 def _copy_whole(
-    source: TensorSource, part: TensorPart, dtype: torch.dtype, block: memoryview, room: memoryview
+    source: TensorSource, part: TensorPart, dtype: torch.dtype, block: BlockBytes, room: memoryview
 ) -> None:
     whole = source.whole(room) if isinstance(source, StoredTensor) else source
     owner = part.owner.whole or part.owner
@@ -85,6 +87,7 @@ def _copy_whole(
         _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
 
 
-def _elements(part: TensorPart, dtype: torch.dtype, block: memoryview) -> torch.Tensor:
+def _elements(part: TensorPart, dtype: torch.dtype, block: BlockBytes) -> torch.Tensor:
     """The elements of a part within its block."""
-    return torch.frombuffer(block, dtype=dtype)[part.at : part.at + part.stop - part.start]
+    elements = block.view(dtype) if isinstance(block, torch.Tensor) else torch.frombuffer(block, dtype=dtype)
+    return elements[part.at : part.at + part.stop - part.start]

@@ -125,8 +125,11 @@ class ShardReader:
 
     def _do(self, opened: _Open, copy: BlockCopy, room: memoryview) -> None:
         block = opened.block
-        with self._store.changing_bytes(block) as memory:
-            copy(memory, room)
+        if block.on_device is not None:
+            copy(block.on_device, room)
+        else:
+            with self._store.changing_bytes(block) as memory:
+                copy(memory, room)
         with self._closed:
             opened.num_copies -= 1
             if not opened.num_copies:

@@ -86,8 +86,9 @@ class ShardWriter:
     def start(self, contents: Iterable[BlockContent], values: Mapping[Key, torch.Tensor]) -> None:
         """Start to write blocks, each guarded until it is written; `finish` waits for that."""
         by_block = {content.block: content for content in contents if any(self._mine(content))}
-        # A leased block may change at any time, through a tensor over its memory. It is written now.
-        now = {block: content for block, content in by_block.items() if block.leased}
+        # A leased block may change at any time, through a tensor over its memory; one on a device, when a kernel runs
+        # that was launched without asking here. They are written now.
+        now = {b: content for b, content in by_block.items() if b.leased or b.home is Home.DEVICE}
         self.write_now(now.values(), values)
         later = [block for block in by_block if block not in now]
         thread_pool = self._stack.enter_context(IOThreadPool(self._lend(), with_torch=False))

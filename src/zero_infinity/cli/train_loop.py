@@ -135,8 +135,8 @@ def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Pr
 def _opening(stats: Stats, text_bytes: int, num_ranks: int, stage: int) -> str:
     each = " on this rank" if num_ranks > 1 else ""
     line = (
-        f"{format_count(stats.num_parameters)} parameters, {format_bytes(stats.state_bytes)} of states{each}, "
-        f"{format_bytes(stats.memory_budget)} of memory; {format_bytes(text_bytes)} of text"
+        f"{format_count(stats.num_parameters)} parameters, {format_bytes(stats.state_bytes)} of states{each} "
+        f"({stats.homes}), {format_bytes(stats.memory_budget)} of memory; {format_bytes(text_bytes)} of text"
     )
     return f"{line}; {num_ranks} ranks, stage {stage}" if num_ranks > 1 else line
 

@@ -10,7 +10,8 @@ Facts about gloo that shaped this module (seen with torch 2.13):
 - Two threads that share a group mix up their messages. So every communicating thread has its own channel.
 
 On an accelerator the data goes through the collectives of the backend that the user's process group has for it (NCCL,
-XCCL, ...). They are launched on the current stream, and no thread waits for them. The agreement goes through gloo.
+XCCL, ...). They are launched on the current stream, in one order for all threads (`device_group.py`), and no thread
+waits for them. The agreement goes through gloo.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
+from zero_infinity.comm.device_group import DeviceGroup
 from zero_infinity.comm.lost_rank import RankStatus, lost_rank
 from zero_infinity.comm.topics import Topic
 from zero_infinity.comm.transport import Connections
@@ -34,7 +35,7 @@ from zero_infinity.policy.partition import Span
 from zero_infinity.trace import RANKS, Category, Trace
 
 # Message tags; ranks meet over the user's group, which has others.
-_AGREEMENT, _DATA, _CUT, _PART = 21_580, 21_581, 21_582, 21_583
+_AGREEMENT, _DATA, _CUT, _PART, _LAUNCH = 21_580, 21_581, 21_582, 21_583, 21_584
 _NUM_WORDS = 6  # numbers that ranks tell each other in one message, beside what it is about
 _AT_ONCE = timedelta(milliseconds=1)
 # How long a thread that was told to end may take to finish its current exchange.
@@ -71,11 +72,11 @@ class Channel:
         control: Connections,
         traffic: Traffic,
         directory: RankStatus,
-        data: ProcessGroup | None = None,
+        data: DeviceGroup | None = None,
         trace: Trace | None = None,
     ) -> None:
         self._control: Connections | None = control
-        self._data = data  # the accelerator's group; None: everything goes through the control group
+        self._data = data  # the accelerator's; None: everything goes through the control group
         self._traffic = traffic
         self._directory = directory
         self._trace = trace
@@ -93,6 +94,8 @@ class Channel:
         if control is None:
             return
         self._is_cut = True
+        if self._data is not None:
+            self._data.cut()
         for rank in self.peers:
             with suppress(RuntimeError):
                 # A wait that times out closes all connections; gloo offers no other way to close them. If this one is
@@ -238,7 +241,7 @@ class Channel:
     ) -> None:
         works: list[tuple[int, Work]] = []
         if self._data is not None and tag == _DATA:
-            self._exchange_on_accelerator(self._data, sent, received)
+            self._exchange_on_accelerator(self._data, sent, received, name)
             return
         control = self._control
         if control is None:
@@ -264,16 +267,27 @@ class Channel:
 
     def _exchange_on_accelerator(
         self,
-        group: ProcessGroup,
+        group: DeviceGroup,
         sent: Mapping[int, Sequence[torch.Tensor]],
         received: Mapping[int, Sequence[torch.Tensor]],
+        name: str,
     ) -> None:
+        """Every rank has agreed to this, and waits for nothing but earlier launches."""
         tensors = next(tensors for tensors in (*sent.values(), *received.values()))
         nothing = tensors[0].new_empty(0)
-        for number in range(len(tensors)):
-            outputs = [received[rank][number] if rank in received else nothing for rank in range(self.num_ranks)]
-            inputs = [sent[rank][number] if rank in sent else nothing for rank in range(self.num_ranks)]
-            dist.all_to_all(outputs, inputs, group=group)
+        exchanges = [
+            (
+                [received[rank][number] if rank in received else nothing for rank in range(self.num_ranks)],
+                [sent[rank][number] if rank in sent else nothing for rank in range(self.num_ranks)],
+            )
+            for number in range(len(tensors))
+        ]
+        launch = torch.tensor([group.next_number() if self.rank == 0 else 0])
+        if self.rank == 0:
+            self._exchange({rank: [launch] for rank in self.peers}, {}, _LAUNCH, name)
+        else:
+            self._exchange({}, {0: [launch]}, _LAUNCH, name)
+        group.launch(int(launch), exchanges)
 
     def _divergence(self, topic: Topic, numbers: list[int]) -> DivergenceError:
         wanted: dict[int, list[int]] = {}

@@ -22,6 +22,7 @@ class Channels:
     gradients: Channel  # reduce-scatter
     copies: Channel | None  # all-gather of sharded parameters, before use
     updates: Channel | None  # all-gather of updated shards, after the optimizer step
+    on_device: Channel | None  # the compute thread's, for updated shards on devices
 
 
 def connect(
@@ -31,11 +32,12 @@ def connect(
     num_elements: int,
     copies_on: torch.device | None,
     gradients_on: torch.device,
+    homes_on: torch.device | None,
 ) -> Channels:
     """Connect to the other ranks and check that they have the same model.
 
     `unit_names` are in order of unit number. `copies_on` is the device on which sharded units are gathered,
-    `gradients_on` the one on which gradients are summed.
+    `gradients_on` the one on which gradients are summed, `homes_on` the one on which units live.
     """
     ranks.names.update(unit_names)
     copies = ranks.channel("parameters", copies_on) if sharding.shards_parameters and copies_on is not None else None
@@ -44,6 +46,9 @@ def connect(
         gradients=ranks.channel("gradients", gradients_on),
         copies=copies,
         updates=ranks.channel("parameters") if sharding.gathers_updates else None,
+        on_device=(
+            ranks.channel("updated parameters", homes_on) if sharding.gathers_updates and homes_on is not None else None
+        ),
     )
     said = channels.steps.agree(START, [len(unit_names), num_elements])
     for rank, theirs in enumerate(said):

@@ -6,6 +6,7 @@ store does not know whether the one who would leave it is still there.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_infinity.comm.channel import Channel, Traffic
 from zero_infinity.comm.connection_attempt import AttemptState, ConnectionAttempt
+from zero_infinity.comm.device_group import DeviceGroup
 from zero_infinity.comm.phases import Phases
 from zero_infinity.comm.topics import FIRST_PHASE, NAMES, OTHER_CALL, Topic
 from zero_infinity.comm.transport import TorchTransport, Transport, num_local_ranks
@@ -83,6 +85,7 @@ class RankGroup:
         self._noted = False
         self._meeting: Channel | None = None  # of the thread that prepares, trains and saves
         self._channels: list[Channel] = []
+        self._on_devices: dict[torch.device, DeviceGroup] = {}
 
     # ------------------------------------------------------------------ channels
 
@@ -96,7 +99,14 @@ class RankGroup:
         # Connecting to a rank that is gone takes until a timeout, so it begins when all are there.
         over = self._met()
         over.agree(Topic("connections", _CONNECTING, f"connections for {purpose}"))
-        return self._connect(purpose, over, None if device.type == "cpu" else self._transport.group_on(device))
+        return self._connect(purpose, over, self._group_on(device) if device.type != "cpu" else None)
+
+    def _group_on(self, device: torch.device) -> DeviceGroup:
+        """Return the one group for tensors on `device`: a communicator takes memory there."""
+        if device not in self._on_devices:
+            group = self._transport.group_on(device)
+            self._on_devices[device] = DeviceGroup(functools.partial(dist.all_to_all, group=group))
+        return self._on_devices[device]
 
     def _met(self) -> Channel:
         if self._meeting is None:
@@ -107,7 +117,7 @@ class RankGroup:
             self._meeting = self._connect("phases", over)
         return self._meeting
 
-    def _connect(self, purpose: str, over: Channel | None, data: ProcessGroup | None = None) -> Channel:
+    def _connect(self, purpose: str, over: Channel | None, data: DeviceGroup | None = None) -> Channel:
         self.check()
         attempt = ConnectionAttempt(partial(self._transport.connect, f"wire/{len(self._channels)}"))
         if over is not None:

@@ -33,11 +33,12 @@ from zero_infinity.policy.partition import ShardLayout, Span
 
 
 class PendingDownload(Protocol):
-    """A download from a device that may still be under way."""
+    """Work of a device that may still be under way."""
 
     @property
     def is_done(self) -> bool: ...
     def wait(self) -> None: ...
+    def order(self) -> None: ...
 
 
 class GradientDevice(Protocol):
@@ -55,6 +56,9 @@ class GradientDevice(Protocol):
     def read_by_reduction(self, gradient: torch.Tensor) -> None:
         """The memory of this gradient is reused only after what the stream of reductions does until now."""
 
+    def reduced(self) -> PendingDownload:
+        """Return what is launched on the stream of reductions so far."""
+
     def download(self, source: torch.Tensor) -> tuple[torch.Tensor, PendingDownload]:
         """Return a copy in host memory, to be read when the download is done."""
 
@@ -66,6 +70,7 @@ class LocalGradients:
     shards: ShardLayout
     sum_dtype: torch.dtype
     pieces: Mapping[int, torch.Tensor]
+    stays: bool = False  # the sum is used on the accelerator
 
     def inside_one(self, span: Span, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the elements of `span` without a copy if a single gradient of this dtype contains them all."""
@@ -113,13 +118,25 @@ class ReducedShard:
 
     def wait(self) -> torch.Tensor:
         """The elements, in host memory."""
+        elements = self._launched()
+        if self._download is not None:
+            self._download.wait()
+        return elements
+
+    def there(self) -> torch.Tensor:
+        """The elements on the accelerator, for what this thread launches from now on. Does not wait for the device."""
+        elements = self._launched()
+        if self._download is not None:
+            self._download.order()
+            elements.record_stream(torch.accelerator.current_stream(elements.device))
+        return elements
+
+    def _launched(self) -> torch.Tensor:
         self._ready.wait()
         if self._error is not None:
             raise again(self._error)
         if self._elements is None:
             raise RuntimeError("a reduced shard is ready and has no elements")
-        if self._download is not None:
-            self._download.wait()
         return self._elements
 
     def finish(self, elements: torch.Tensor, download: PendingDownload | None = None) -> None:
@@ -279,10 +296,12 @@ class ReduceScatter:
         if self._all_reduce:
             wholes = [(total, unit.shards.spans) for unit, total in zip(task.units, sums, strict=True)]
             self._channel.gather(Topic("gradient gather", task.topic.number, task.topic.name), wholes)
-        for result, total in zip(task.results, sums, strict=True):
+        for unit, result, total in zip(task.units, task.results, sums, strict=True):
             total.div_(self._channel.num_ranks)
             if self._accelerator is None:
                 result.finish(total)
+            elif unit.stays:
+                result.finish(total, self._accelerator.reduced())
             else:
                 result.finish(*self._accelerator.download(total))
         if self._accelerator is not None:

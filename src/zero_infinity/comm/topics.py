@@ -28,6 +28,7 @@ RESIDENT = Topic("gradient sum", -8, "parameters that are no part of a unit")
 DEVICE_MEMORY = Topic("device memory", -9, "the device memory for copies")
 EDITS = Topic("edits", -10, "the end of zi.gathered")
 EXISTING_GRADIENTS = Topic("gradients", -11, "which parameters have a gradient (p.grad)")
+UPDATED = Topic("parameter gather", -12, "updated parameters on devices")
 
 NAMES = {
     topic.number: topic.name
@@ -43,6 +44,7 @@ NAMES = {
         DEVICE_MEMORY,
         EDITS,
         EXISTING_GRADIENTS,
+        UPDATED,
     )
 }
 # Topics of phases are numbered by a checksum of their names, from here on; other ranks do not know these names.

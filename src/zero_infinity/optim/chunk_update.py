@@ -133,7 +133,9 @@ class UnitUpdate:
         updated = {parameter for parameter, _, _ in self._states}
         for parameter in self.hyperparameters:
             if parameter not in updated and not self._is_here(parameter):
-                self._states.append((parameter, *self._advance(parameter)))
+                self._states.append(
+                    (parameter, *advanced(self.record, parameter, self.rule, self.hyperparameters[parameter]))
+                )
         for parameter, names, scalars in self._states:
             self.record.started[parameter] = names
             self.record.scalars[parameter] = scalars
@@ -151,15 +153,6 @@ class UnitUpdate:
 
     def _is_here(self, parameter: ManagedParameter) -> bool:
         return any(segment.parameter is parameter for chunk in self.chunks for segment in chunk.segments)
-
-    def _advance(self, parameter: ManagedParameter) -> tuple[tuple[str, ...], Scalars]:
-        """Count the step of a parameter whose elements are all on other ranks: scalars are the same on every rank."""
-        nothing = torch.empty(0, dtype=self.record.dtype)
-        known = parameter in self.record.started
-        state = {name: nothing.clone() for name in self.record.state_names[parameter]} if known else {}
-        scalars = copy_scalars(self.record.scalars[parameter]) if known else {}
-        result = self.rule.apply(nothing, nothing.clone(), state, scalars, self.hyperparameters[parameter])
-        return tuple(result), split_state(result, nothing.shape)[1]
 
     def _gradient_of(self, segment: Segment, kept: torch.Tensor | None) -> torch.Tensor | None:
         fresh = self.fresh.part(segment)
@@ -249,6 +242,21 @@ class RetainGradients:
             kept.copy_(part)
         if self.squares is not None:
             self.squares[segment] = torch.linalg.vector_norm(kept, dtype=torch.float64).square().item()
+
+
+def advanced(
+    record: StateRecord, parameter: ManagedParameter, rule: UpdateRule, hyperparameters: Hyperparameters
+) -> tuple[tuple[str, ...], Scalars]:
+    """Count the step of a parameter whose elements are all on other ranks: scalars are the same on every rank.
+
+    Returns the names in its state, and the scalars.
+    """
+    nothing = torch.empty(0, dtype=record.dtype)
+    known = parameter in record.started
+    state = {name: nothing.clone() for name in record.state_names[parameter]} if known else {}
+    scalars = copy_scalars(record.scalars[parameter]) if known else {}
+    result = rule.apply(nothing, nothing.clone(), state, scalars, hyperparameters)
+    return tuple(result), split_state(result, nothing.shape)[1]
 
 
 def take_edits(master: torch.Tensor, stored: torch.Tensor) -> None:

@@ -23,6 +23,18 @@ def global_norms(norms: Mapping[ManagedParameter | nn.Parameter, torch.Tensor]) 
     return dict(zip(norms, whole_norms(list(norms.values()), parameters), strict=True))
 
 
+def on_host(norms: Norms) -> Norms:
+    """Return the norms in host memory. Waits for a device once, whatever their number."""
+    places: dict[tuple[torch.device, torch.dtype], Norms] = {}
+    for key, norm in norms.items():
+        places.setdefault((norm.device, norm.dtype), {})[key] = norm
+    found: Norms = {}
+    for (device, _), there in places.items():
+        here = there if device.type == "cpu" else dict(zip(there, torch.stack(list(there.values())).cpu(), strict=True))
+        found.update(here)
+    return {key: found[key] for key in norms}
+
+
 def clip_factor(norms: Norms, parameters: Sequence[nn.Parameter], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the total norm over `parameters`, and the factor that clips it to `max_norm`."""
     found = [(p, norms[key]) for p in parameters for key in _parts_of(p) if key in norms]
@@ -35,10 +47,11 @@ def total_norm(norms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
         return torch.tensor(0.0)
     # torch groups norms by dtype and device before it adds them up, and that order determines the last bit.
     kinds = [torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in norms]
-    # On the host, where most of them are: only gradients of parameters that are trained in place are on the device.
-    ordered = [norms[number][1].cpu() for number in order_of_norms(kinds)]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered))
-    return norm
+    ordered = [norms[number][1] for number in order_of_norms(kinds)]
+    if len({norm.device for norm in ordered}) > 1:
+        ordered = [norm.cpu() for norm in ordered]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered))
+    return total
 
 
 def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

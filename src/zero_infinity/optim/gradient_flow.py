@@ -2,7 +2,8 @@
 
 A gradient that completes its unit during backward is submitted to the update worker immediately, if the last cycle
 shows that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
-its chunks, which the policy may evict to NVMe, until `step()`. In both cases `p.grad` is None after backward.
+its chunks, which the policy may evict to NVMe, until `step()`. In both cases `p.grad` is None after backward. Gradients
+of units that live in device memory stay there (`device_gradients.py`).
 
 Gradients that wait for the worker were allocated by autograd, outside the pool. A reserve is set aside for them; when
 it is used up, the hook waits for the worker.
@@ -20,6 +21,8 @@ from zero_infinity._torch import call_after_backward, current_graph_task_id, no_
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.accumulated_gradients import AccumulatedGradients
 from zero_infinity.optim.chunk_update import FreshGradients, WholeGradients
+from zero_infinity.optim.device_gradients import DeviceGradients
+from zero_infinity.optim.device_updates import DeviceUpdates
 from zero_infinity.optim.flat_gradient import FlatGradient, download
 from zero_infinity.optim.gradient_lifetimes import GradientLifetimes
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
@@ -53,6 +56,8 @@ class GradientFlow:
             is_shared=parts.accelerator is None,
         )
         self._retained = AccumulatedGradients(parts.host_cache, parts.records)
+        self._on_device = DeviceGradients(parts.records)
+        self._device_updates = DeviceUpdates(parts.optimizer, parts.records, parts.sources)
         self._reserve = settings.reserve
         self._norms = settings.norms
         self.cycle = StepCycle(parts.optimizer, settings.num_backwards, early=settings.early)
@@ -60,6 +65,7 @@ class GradientFlow:
         self._outstanding_bytes = 0
         self._lock = threading.Lock()
         self.norms: dict[ManagedParameter, torch.Tensor] = {}
+        self._unknown_norms: set[ManagedParameter] = set()  # of gradients that are added up on the host
         self.lifetimes = GradientLifetimes()
         self._keeps = False  # the step that is being taken keeps its gradients
 
@@ -90,7 +96,11 @@ class GradientFlow:
     def take(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Retain a gradient of `parameter`, or update with it."""
         unit = parameter.unit
-        flat = self._flat(parameter, gradient)
+        here = self._flat_here(parameter, gradient)
+        if self._on_device.is_home_of(unit):
+            self._on_device.add(parameter, self._unscaled(parameter, here))
+            return
+        flat = self._on_host(parameter, here)
         if self._may_update_early(unit):
             self._make_room(flat.nbytes, unit)
             waiting = self._waiting.setdefault(unit, {})
@@ -102,20 +112,27 @@ class GradientFlow:
                 self._retained.take_into(parameter, flat.wait())
             waiting[parameter] = flat
             self._update_when_complete(unit)
-        elif flat.is_here or self._norms:
+        elif here.is_cpu or (flat.is_here and not self._norms):
             self._retain(parameter, flat.wait())
         else:
+            if self._norms:
+                self._note_norm(parameter, here)
             self._retain_on_arrival(parameter, flat)
 
-    def _flat(self, parameter: ManagedParameter, gradient: torch.Tensor) -> FlatGradient:
-        """Return the gradient flat; starts to download it from an accelerator."""
-        flat = self._flat_here(parameter, gradient)
+    def _on_host(self, parameter: ManagedParameter, flat: torch.Tensor) -> FlatGradient:
+        """Start to download a flat gradient from an accelerator."""
         dtype = self._records[parameter.unit].dtype
         divisor = self._divisor()
         if self._accelerator is None or flat.device != self._accelerator.device:  # zeros, or set by hand
             return FlatGradient(flat, dtype, divisor=divisor)
         trace = self._host_cache.store.trace
         return download(flat, dtype, self._accelerator, parameter.unit.name, trace, divisor=divisor)
+
+    def _unscaled(self, parameter: ManagedParameter, flat: torch.Tensor) -> torch.Tensor:
+        """Return a flat gradient in the record's dtype, without the loss scale, where it is."""
+        there = flat.to(self._records[parameter.unit].dtype)
+        divisor = self._divisor()
+        return there if divisor == 1 else there / divisor
 
     def _divisor(self) -> float:
         """What a gradient that arrives now has to be divided by."""
@@ -193,7 +210,16 @@ class GradientFlow:
         if self._norms:
             flat = self._retained.take_into(parameter, flat)
             self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
+            self._unknown_norms.discard(parameter)
         self._retained.add(parameter, flat)
+
+    def _note_norm(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """Compute the norm of a gradient where it is, unless it is added to another one on the host."""
+        if parameter in self._retained:
+            self._unknown_norms.add(parameter)
+        else:
+            whole = self._unscaled(parameter, flat).as_strided(parameter.shape, parameter.stride)
+            self.norms[parameter] = torch.linalg.vector_norm(whole)
 
     def _retain_on_arrival(self, parameter: ManagedParameter, flat: FlatGradient) -> None:
         """Let the update worker add a gradient into its gradient blocks once it is in host memory."""
@@ -236,10 +262,14 @@ class GradientFlow:
         return flat.as_strided(parameter.shape, parameter.stride)
 
     def _gathered_flat(self, parameter: ManagedParameter) -> torch.Tensor:
-        flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
+        is_there = parameter in self._on_device
+        device = parameter.cell.device if is_there else None
+        flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype, device=device)
         if self._accelerator is not None:
             self._update_worker.drain()
-        if parameter in self._retained:
+        if is_there:
+            self._on_device.copy_into(parameter, flat)
+        elif parameter in self._retained:
             self._retained.read(parameter, flat)
         return flat
 
@@ -259,6 +289,7 @@ class GradientFlow:
         self._retain_waiting()
         self.lifetimes.zeroed(parameter, to_none=to_none)
         self.norms.pop(parameter, None)
+        self._on_device.drop(parameter)
         if parameter in self._retained:
             self._retained.release([parameter])
             if parameter.unit not in self._retained.units:
@@ -267,6 +298,9 @@ class GradientFlow:
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Replace the retained gradient."""
         self.lifetimes.changed(parameter)
+        if self._on_device.is_home_of(parameter.unit):
+            self._on_device.replace(parameter, parameter.flattened(gradient.detach()))
+            return
         self._retained.release([parameter])
         flat = parameter.flattened(gradient.detach().to("cpu"))
         self._retain(parameter, flat.to(self._records[parameter.unit].dtype))
@@ -283,8 +317,17 @@ class GradientFlow:
                 self._release(flat.nbytes)
         self._waiting.clear()
         self._retained.expire(self._retained.units)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The gradients were used or dropped."""
         self._retained.clear()
+        self._on_device.clear()
+        self._forget_norms()
+
+    def _forget_norms(self) -> None:
         self.norms.clear()
+        self._unknown_norms.clear()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Backward passes inside this context only accumulate gradients."""
@@ -317,17 +360,26 @@ class GradientFlow:
         with self.cycle.torn_unless_finished("step() was interrupted, and some of its updates had run"):
             self._submit_all(factors)
             if not self._keeps:
-                self._retained.clear()
-            self.norms.clear()
+                self._forget()
+            self._forget_norms()
             self._end_cycle()
 
     def before_step(self) -> None:
         """Compute the norms, if they are needed and not known: those of gradients that no backward has added to."""
-        for parameter in [p for p in self._retained if self._norms and p not in self.norms]:
+        if not self._norms:
+            return
+        self.norms.update(self._on_device.norms())
+        for parameter in [p for p in self._retained if p in self._unknown_norms or p not in self.norms]:
             flat = self._gathered_flat(parameter)
             self.norms[parameter] = torch.linalg.vector_norm(flat.as_strided(parameter.shape, parameter.stride))
 
+    @property
+    def are_on_device(self) -> bool:
+        """True if every gradient that waits for `step()` is on the device."""
+        return not self._retained and not self._waiting
+
     def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
+        self._device_updates.run(self._on_device, factors)
         for unit in self._in_next_order():
             direct = self._waiting.pop(unit, {})
             for parameter, flat in direct.items():

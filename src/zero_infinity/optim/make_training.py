@@ -11,6 +11,7 @@ from torch import nn
 from zero_infinity.comm.connect import Channels
 from zero_infinity.comm.gather_updates import UpdateAllGather
 from zero_infinity.comm.reduce_scatter import GradientDevice, ReduceScatter
+from zero_infinity.optim.gradient_collectives import GradientCollectives
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
 from zero_infinity.optim.group_settings import GroupSettings
@@ -20,11 +21,12 @@ from zero_infinity.optim.optimizer_state_io import OptimizerStateIO
 from zero_infinity.optim.reduced_gradients import local_gradients
 from zero_infinity.optim.resident_params import ResidentParameters
 from zero_infinity.optim.scaled_backward import BackwardScaling
-from zero_infinity.optim.sharded_gradients import GradientCollectives, ShardedGradients
+from zero_infinity.optim.sharded_gradients import ShardedGradients
 from zero_infinity.optim.training_observer import TrainingObserver
 from zero_infinity.optim.training_step import TrainingStep
 from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.homes import Home
 from zero_infinity.policy.partition import Sharding
 from zero_infinity.storage.block_store import BlockStore
 from zero_infinity.tiers.device_cache import DeviceCache
@@ -72,7 +74,9 @@ def make_collectives(
         bucket_bytes,
         wire_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
         all_reduce=sharding.reduces_everywhere,
-        absent=lambda number: local_gradients(by_number[number], {}),
+        absent=lambda number: local_gradients(
+            by_number[number], {}, stays=by_number[number].the_block().home is Home.DEVICE
+        ),
         accelerator=accelerator,
     )
     on_close(reduce_scatter.close)
@@ -84,8 +88,9 @@ def make_collectives(
     gathered = cache if sharding.shards_parameters else None
     device = accelerator.device if accelerator is not None else torch.device("cpu")
     sends_float16 = reduce_dtype == "float16"
+    updated = channels.on_device
     return GradientCollectives(
-        sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device, sends_float16
+        sharding, channels.steps, reduce_scatter, all_gather, routing, gathered, device, sends_float16, updated
     )
 
 

@@ -10,11 +10,13 @@ from zero_infinity.comm.reduce_scatter import LocalGradients, ReducedShard
 from zero_infinity.optim.chunk_update import FreshGradients
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.partition import Span
 
 
-def local_gradients(unit: Unit, pieces: Mapping[int, torch.Tensor]) -> LocalGradients:
-    """Return this rank's gradients of a unit, flat, by their offset in the unit."""
-    return LocalGradients(unit.shards, torch.float64 if unit.dtype is torch.float64 else torch.float32, pieces)
+def local_gradients(unit: Unit, pieces: Mapping[int, torch.Tensor], *, stays: bool = False) -> LocalGradients:
+    """Return this rank's gradients of a unit, flat, by their offset in the unit. `stays`: the sum, on the device."""
+    sum_dtype = torch.float64 if unit.dtype is torch.float64 else torch.float32
+    return LocalGradients(unit.shards, sum_dtype, pieces, stays=stays)
 
 
 class ReducedGradients:
@@ -43,6 +45,11 @@ class ReducedGradients:
         first = segment.parameter.offset - self._shard.span.start
         part = self._shard.wait()[first + segment.start : first + segment.stop]
         return part if self._scale == 1 else part / self._scale
+
+    def on_device(self) -> tuple[Span, torch.Tensor]:
+        """Return the shard where it was summed, for what this thread launches from now on."""
+        there = self._shard.there()
+        return self._shard.span, there if self._scale == 1 else there / self._scale
 
 
 class HeldGradients:

@@ -31,7 +31,7 @@ class ResidentParameters:
 
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the norm of each existing gradient."""
-        return {p: torch.linalg.vector_norm(p.grad).to("cpu") for p in self._parameters if p.grad is not None}
+        return {p: torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None}
 
     def average(self, channel: Channel) -> None:
         """Replace each gradient by its average over ranks; a missing gradient counts as zeros."""

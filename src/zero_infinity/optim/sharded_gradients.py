@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero_infinity.comm.channel import Channel
-from zero_infinity.comm.gather_updates import UpdateAllGather
-from zero_infinity.comm.reduce_scatter import ReduceScatter, SumKind
+from zero_infinity.comm.reduce_scatter import SumKind
 from zero_infinity.comm.topics import (
     END_OF_BACKWARD,
     EXISTING_GRADIENTS,
@@ -30,20 +28,22 @@ from zero_infinity.comm.topics import (
     NORMS,
     SHOWN_GRADIENTS,
     STEP,
+    UPDATED,
     Topic,
 )
-from zero_infinity.errors import DivergenceError, UsageError
+from zero_infinity.errors import UsageError
 from zero_infinity.interrupts import through
 from zero_infinity.optim.chunk_update import FreshGradients, UnitUpdate, part_of
+from zero_infinity.optim.device_updates import whole_on_device
+from zero_infinity.optim.gradient_collectives import GradientCollectives
 from zero_infinity.optim.gradient_flow import GradientFlow, room_for
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
-from zero_infinity.optim.parameter_bits import ParameterBits
+from zero_infinity.optim.parameter_sets import ParameterSets
 from zero_infinity.optim.reduced_gradients import HeldGradients, ReducedGradients, local_gradients
 from zero_infinity.optim.state_records import Segment
-from zero_infinity.params.moe_routing import ExpertRouting
+from zero_infinity.optim.step_cycle import check_same_backwards
 from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.policy.partition import Sharding, Span
-from zero_infinity.tiers.device_cache import DeviceCache
+from zero_infinity.policy.partition import Span
 
 _POLL_SECONDS = 0.1
 
@@ -56,20 +56,6 @@ class _Submitted:
     parameters: Sequence[ManagedParameter]
     kind: SumKind
     update: UnitUpdate | None  # submitted with it
-
-
-@dataclass(frozen=True, slots=True)
-class GradientCollectives:
-    """The collectives for gradients and updated parameters."""
-
-    sharding: Sharding
-    channel: Channel  # of the compute thread
-    reduce_scatter: ReduceScatter
-    all_gather: UpdateAllGather | None  # of updated shards, where every rank stores whole units
-    routing: ExpertRouting
-    gathered: DeviceCache | None  # unsharded copies of sharded parameters
-    device: torch.device  # where gradients are summed
-    sends_float16: bool
 
 
 class ShardedGradients(GradientFlow):
@@ -87,6 +73,7 @@ class ShardedGradients(GradientFlow):
         self._gathered = collectives.gathered
         self._sum_device = collectives.device
         self._sends_scaled = self.loss_scale is not None and collectives.sends_float16
+        self._updated = collectives.updated
         self._parameters = [p for record in parts.records.values() for p in record.state_names]
         self._collected: dict[Unit, dict[ManagedParameter, torch.Tensor]] = {}
         self._unsummed: set[ManagedParameter] = set()  # retained gradients that are not reduced yet
@@ -106,14 +93,18 @@ class ShardedGradients(GradientFlow):
         self._classify()
         unit = parameter.unit
         if self._keeps_whole and not self._may_update_early(unit):
-            flat = self._flat(parameter, gradient).wait()
-            if parameter in self._retained and parameter not in self._unsummed:
+            here = self._flat_here(parameter, gradient)
+            is_kept = parameter in self._retained or parameter in self._on_device
+            if is_kept and parameter not in self._unsummed:
                 raise UsageError(
                     f"{parameter.name!r} got another gradient after its gradients were summed over ranks\n"
                     "  fix:   read or clip gradients after the last backward of a step, and call zero_grad() after "
                     "step(); stages 2 and 3 can add to summed gradients"
                 )
-            self._retain(parameter, flat)
+            if self._on_device.is_home_of(unit):
+                self._on_device.add(parameter, self._unscaled(parameter, here))
+            else:
+                self._retain(parameter, self._on_host(parameter, here).wait())
             self._unsummed.add(parameter)
             return
         flat = self._flat_to_sum(parameter, gradient)
@@ -135,12 +126,10 @@ class ShardedGradients(GradientFlow):
 
     def _flat_to_sum(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient flat, in the record's dtype, on the device where ranks sum it."""
-        if self._sum_device.type == "cpu":
-            return self._flat(parameter, gradient).wait()
         flat = self._flat_here(parameter, gradient)
-        there = flat.to(self._sum_device, self._records[parameter.unit].dtype)
-        divisor = self._divisor()
-        return there if divisor == 1 else there / divisor
+        if self._sum_device.type == "cpu":
+            return self._on_host(parameter, flat).wait()
+        return self._unscaled(parameter, flat).to(self._sum_device)
 
     def _is_complete(self, unit: Unit) -> bool:
         """True if all gradients expected in this backward are available."""
@@ -165,7 +154,7 @@ class ShardedGradients(GradientFlow):
     def _sum_what_is_left(self, moment: Topic) -> None:
         """Reduce every gradient that any rank has not submitted yet. Every rank has to be at the same moment."""
         self._classify()
-        bits = ParameterBits(self._parameters)
+        bits = ParameterSets(self._parameters)
 
         def say() -> list[int]:
             # Every rank waits here now: whatever was submitted is summed.
@@ -175,7 +164,7 @@ class ShardedGradients(GradientFlow):
             return [*(word for members in sets for word in bits.pack(members)), self.cycle.now.num_backwards]
 
         said = self._channel.agree(moment, say)
-        _check_backwards([words.pop() for words in said])
+        check_same_backwards([words.pop() for words in said])
         left, in_part, not_early = (bits.unpack(said, number) for number in range(3))
         self._take_partial_sums(in_part)
         if moment is STEP:
@@ -208,7 +197,11 @@ class ShardedGradients(GradientFlow):
         for number, shard in self._reduce_scatter.take_absent():
             unit = self._by_number[number]
             parameters = [p for p in self._records[unit].state_names if p in summed]
-            self._hold(unit, parameters, ReducedGradients(parameters, shard, self._sent_scale()))
+            reduced = ReducedGradients(parameters, shard, self._sent_scale())
+            if self._on_device.is_home_of(unit):
+                self._hold_on_device(unit, reduced)
+            else:
+                self._hold(unit, parameters, reduced)
         for sum_ in [sum_ for sum_ in self._submitted if sum_.update is not None and sum_.kind.is_partial]:
             # It was to update while backward ran. That is not done: other ranks may have had more gradients.
             self._update_worker.drain()
@@ -223,6 +216,10 @@ class ShardedGradients(GradientFlow):
             self._held.setdefault(unit, HeldGradients()).add(parameters, gradients)
         else:
             self._keep(unit, gradients, parameters, self._squares, _nothing)
+
+    def _hold_on_device(self, unit: Unit, reduced: ReducedGradients) -> None:
+        self.lifetimes.fresh.update(reduced.parameters)  # on each rank, also where it is zero
+        self._on_device.add_reduced(unit, reduced)
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
         """Wait until a gradient of this size fits in the reserve, or nothing in flight will make room."""
@@ -261,7 +258,8 @@ class ShardedGradients(GradientFlow):
             if scale != 1:
                 flats = {parameter: flat * scale for parameter, flat in flats.items()}
             pieces = {parameter.offset: flat for parameter, flat in flats.items()}
-            asked.append(local_gradients(unit, pieces))
+            stays = self._on_device.is_home_of(unit)
+            asked.append(local_gradients(unit, pieces, stays=stays))
             if self._keeps_whole:
                 self._retained.expire([unit])
         with self._lock:
@@ -277,6 +275,11 @@ class ShardedGradients(GradientFlow):
 
     def _take_back(self, parameter: ManagedParameter) -> torch.Tensor:
         """Return a whole retained gradient of this rank, which is dropped."""
+        if parameter in self._on_device:
+            self._unsummed.discard(parameter)
+            flat = self._on_device.take(parameter)
+            self._make_room(flat.nbytes, parameter.unit)
+            return flat
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
         self._make_room(flat.nbytes, parameter.unit)
         self._retained.read(parameter, flat)
@@ -286,6 +289,9 @@ class ShardedGradients(GradientFlow):
 
     def _arrived(self, unit: Unit, reduced: ReducedGradients) -> UnitUpdate | None:
         """A reduction was submitted: update with its result, or keep it."""
+        if self._on_device.is_home_of(unit):
+            self._hold_on_device(unit, reduced)
+            return None
         early = self._may_update_early(unit) and self.cycle.has_fired(unit) and unit not in self._held
         if early and not unit.is_saved and not self._sources.of(unit).aliased(unit):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
@@ -308,7 +314,7 @@ class ShardedGradients(GradientFlow):
         if self._squares is not None:
             self._update_worker.drain()
             self._take_squares(p for p in self._retained if p not in self.lifetimes.fresh)
-            self.norms = self._norms_over_ranks(self._squares)
+            self.norms = self._norms_over_ranks({**self._squares, **self._on_device.squares()})
 
     def _take_squares(self, parameters: Iterable[ManagedParameter]) -> None:
         """Sum the squares of retained gradients that came by another way than the update worker's."""
@@ -326,11 +332,16 @@ class ShardedGradients(GradientFlow):
         self._channel.agree(NORMS)
         self._channel.gather(NORMS, [(totals.view(-1), _rows(totals))])
         norms = totals.sum(0).sqrt().float()
-        return {p: norms[numbers[p]] for p in self._parameters if p in self._retained}
+        return {p: norms[numbers[p]] for p in self._parameters if p in self._retained or p in self._on_device}
 
     def _submit_all(self, factors: tuple[torch.Tensor, ...]) -> None:
         if self._keeps:
             self._keep_held()
+        self._on_device.settle()
+        updated = self._device_updates.run(self._on_device, factors)
+        if self._updated is not None and updated:
+            self._updated.agree(UPDATED)
+            self._updated.gather(UPDATED, [(whole_on_device(unit), unit.spans) for unit in updated])
         held, self._held = self._held, {}
         for unit in self._in_order({*held, *self._retained.units}):
             retained = [p for p in self._records[unit].state_names if p in self._retained]
@@ -379,9 +390,12 @@ class ShardedGradients(GradientFlow):
         self._keep_held()
         self._update_worker.drain()
         flat = torch.zeros(parameter.num_elements, dtype=self._records[parameter.unit].dtype)
-        if parameter not in self._retained:
+        if parameter in self._on_device:
+            self._on_device.copy_into(parameter, flat)
+        elif parameter in self._retained:
+            self._retained.read(parameter, flat)
+        else:
             return flat
-        self._retained.read(parameter, flat)
         if parameter.unit.is_updated_in_parts:
             topic = Topic("gradient gather", SHOWN_GRADIENTS.number, parameter.name)
             self._channel.agree(topic)
@@ -391,7 +405,7 @@ class ShardedGradients(GradientFlow):
     def exists(self, parameter: ManagedParameter) -> bool:
         """True on each rank if any has a gradient. Collective after a backward, at the first question."""
         if self._is_unknown:
-            bits = ParameterBits(self._parameters)
+            bits = ParameterSets(self._parameters)
             said = self._channel.agree(EXISTING_GRADIENTS, bits.pack(self.lifetimes.fresh))
             self.lifetimes.fresh.update(bits.unpack(said, 0))
             self._is_unknown = False
@@ -411,6 +425,9 @@ class ShardedGradients(GradientFlow):
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         self.lifetimes.changed(parameter)
         flat = parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype)
+        if self._on_device.is_home_of(parameter.unit):
+            self._on_device.replace(parameter, flat)
+            return
         for chunk in self._records[parameter.unit].chunks:
             for segment in chunk.segments:
                 if segment.parameter is parameter:
@@ -422,15 +439,6 @@ class ShardedGradients(GradientFlow):
     def _in_order(self, units: Collection[Unit]) -> list[Unit]:
         """In model order: which units were read, and when, may differ between ranks."""
         return [unit for unit in self._records if unit in units]
-
-
-def _check_backwards(num_backwards: list[int]) -> None:
-    for rank, number in enumerate(num_backwards):
-        if number != num_backwards[0]:
-            raise DivergenceError(
-                f"ranks diverged: {number} backward passes before optimizer.step() on rank {rank}, {num_backwards[0]} "
-                "on rank 0\n  fix:   every rank must run the same number of backward passes"
-            )
 
 
 def _rows(matrix: torch.Tensor) -> Sequence[Span]:

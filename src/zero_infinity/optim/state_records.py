@@ -135,6 +135,17 @@ def make_chunks(
             yield from (block for block in (kept, chunk.gradient) if block is not None)
 
 
+def make_device_chunk(record: StateRecord, store: BlockStore, device: torch.device) -> None:
+    """Give a record that lives on the device its memory: one chunk. Its gradients stay where they are computed."""
+    owned = record.unit.owned
+    for start, stop, segments in cut(list(record.state_names), len(owned), owned):
+        name, size = f"{record.unit.name}[0]", (stop - start) * record.dtype.itemsize
+        slots = record.slots
+        kept = store.create_on_device(f"{name} optimizer record", size * len(slots), device) if slots else None
+        gradient = store.create(f"{name} gradient", size, Home.DEVICE)  # never gets memory
+        record.chunks.append(Chunk(start, stop, segments, slots, kept, gradient))
+
+
 def cut(
     trained: list[ManagedParameter], num_elements: int, span: Span
 ) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:

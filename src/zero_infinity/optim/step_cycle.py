@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from zero_infinity.errors import TornStepError, UsageError
+from zero_infinity.errors import DivergenceError, TornStepError, UsageError
 from zero_infinity.optim.step_history import StepHistory
 from zero_infinity.optim.update_rule import hyperparameters_of
 from zero_infinity.params.unit import ManagedParameter, Unit
@@ -207,3 +207,13 @@ class StepCycle:
     def _tear(self, reason: str) -> None:
         self._torn = reason
         raise TornStepError(reason + _TORN)
+
+
+def check_same_backwards(num_backwards: list[int]) -> None:
+    """Raise if ranks had different numbers of backward passes; `num_backwards` is by rank."""
+    for rank, number in enumerate(num_backwards):
+        if number != num_backwards[0]:
+            raise DivergenceError(
+                f"ranks diverged: {number} backward passes before optimizer.step() on rank {rank}, {num_backwards[0]} "
+                "on rank 0\n  fix:   every rank must run the same number of backward passes"
+            )

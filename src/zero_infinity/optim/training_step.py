@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_infinity._torch import no_torch_function
 from zero_infinity.comm.channel import Channel
-from zero_infinity.optim.clipping import Norms, clip_factor, global_norms
+from zero_infinity.optim.clipping import Norms, clip_factor, global_norms, on_host
 from zero_infinity.optim.gradient_flow import GradientFlow
 from zero_infinity.optim.group_settings import GroupSettings
 from zero_infinity.optim.loss_scale import LossScale
@@ -58,6 +58,8 @@ class TrainingStep:
         if self._loss_scale is not None or self._max_grad_norm is not None:
             norms.update(self._gradients.norms.items())
             norms.update(self._resident.norms().items())
+            if self._loss_scale is not None or not self._gradients.are_on_device:
+                norms = on_host(norms)
             norms = global_norms(norms)
         if self._loss_scale is not None and self._loss_scale.skips(norms.values()):
             self._gradients.skip()

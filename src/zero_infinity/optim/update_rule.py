@@ -9,6 +9,7 @@ Scalars of the state (a step count) stay in memory, per parameter; tensors of th
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,17 +43,25 @@ class UpdateRule:
 
         What the optimizer writes into its group is in `settings` until the next call.
         """
-        values.grad = gradient
+        return self.apply_together([(values, gradient, {**state, **scalars})], hyperparameters)[0]
+
+    def apply_together(
+        self, slices: Sequence[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]], hyperparameters: Hyperparameters
+    ) -> list[dict[str, Any]]:
+        """Run one step on several slices: values, which change in place, their gradient and their state."""
         self._stepper.state = defaultdict(dict)
-        if state or scalars:
-            self._stepper.state[values] = {**state, **scalars}
-        # Cloned: an optimizer may count in a tensor, and the next chunk needs the settings of the same step.
-        self._stepper.param_groups = [{**hyperparameters_of(hyperparameters), "params": [values]}]
+        for values, gradient, state in slices:
+            values.grad = gradient
+            if state:
+                self._stepper.state[values] = state
+        # Cloned: an optimizer may count in a tensor, and the next slices need the settings of the same step.
+        group = {**hyperparameters_of(hyperparameters), "params": [values for values, _, _ in slices]}
+        self._stepper.param_groups = [group]
         with no_compiling():
             self._step(self._stepper)
-        values.grad = None
-        new_state: dict[str, Any] = self._stepper.state.pop(values, {})
-        return new_state
+        for values, _, _ in slices:
+            values.grad = None
+        return [self._stepper.state.pop(values, {}) for values, _, _ in slices]
 
     @property
     def settings(self) -> Hyperparameters:

@@ -5,14 +5,17 @@ Values on which ranks must agree (the smallest memory of all ranks, the speed of
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
+from zero_infinity.errors import CapacityError
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.parameter_store import budget_of, sharding_of
 from zero_infinity.params.precision import Precision, computes_with_buffers, multiplies_fast, precision_of
@@ -62,6 +65,19 @@ class TrainingEnvironment:
     def agreed(self, phase: str) -> AbstractContextManager[None]:
         """If one rank fails inside this context, all ranks raise."""
         return self.ranks.phases.agreed(phase) if self.ranks is not None else nullcontext()
+
+    @contextmanager
+    def making_homes(self, num_bytes: int) -> Iterator[None]:
+        """Inside, units that live on the device, of this size together, get their memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free = torch.accelerator.get_memory_info(self.device)[0]
+            raise CapacityError(
+                f"{self.device} ran out of memory where {format_bytes(num_bytes)} of the model were to live: "
+                f"{format_bytes(free)} are free, and device_memory is {format_bytes(self.device_memory or 0)}\n"
+                "  fix:   a smaller device_memory; or leave the model on the CPU before zi.prepare, which moves it"
+            ) from error
 
 
 def environment_of(

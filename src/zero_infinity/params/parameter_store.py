@@ -101,6 +101,20 @@ class ParameterStore:
         self.host_cache.add(block)
         self.units.append(unit)
 
+    def add_on_device(self, unit: Unit, device: torch.device) -> None:
+        """Create the unit's block in device memory; a unit that was stored elsewhere moves there."""
+        block = self.store.create_on_device(unit.name, unit.stored_bytes, device)
+        if not unit.is_stored:
+            unit.state.store_in(block)
+            self.units.append(unit)
+            return
+        before = unit.the_block()
+        with self.host_cache.reading(before) as memory:
+            block.the_device_bytes().copy_(memory)
+        unit.state.move_to(block)
+        self.host_cache.expire(before)
+        self.store.drop(before)
+
     def drop_forgotten(self, kept: Collection[Unit]) -> None:
         """Drop units whose parameters are no longer referenced: replaced while the model was built (tied weights)."""
         units = [u for u in self.units if u not in kept]

@@ -3,7 +3,7 @@
 All other code queries the state and changes it by the named transitions here, which check the state they start from.
 Whether a unit's bytes are in memory or newer than on NVMe is the state of its block (`storage/block.py`).
 
-    unit:       PLANNED --store_in--> OFFLOADED <--reshard/unshard--> UNSHARDED
+    unit:       PLANNED --store_in--> OFFLOADED <--reshard/unshard--> UNSHARDED    (OFFLOADED --move_to--> OFFLOADED)
     pending:    NOTHING --submit_update--> UPDATE --end_step/postpone_update--> NOTHING
     parameter:  STORED <--edits_taken/edit--> EDITED
 """
@@ -66,6 +66,12 @@ class UnitState:
         """Set the unit's block."""
         self._expect(self._block is None, "gets a second block")
         self._block = block
+
+    def move_to(self, block: Block) -> None:
+        """The values are in another block from now on."""
+        self._expect(self._block is not None and not self._num_unsharded, "moves")
+        self._block = block
+        self._alive = None
 
     # ------------------------------------------------------------------ what is in memory
 

@@ -1,6 +1,7 @@
 """The sources of a unit's values for modules, and where changed values are written.
 
 `HostValues`: directly from the unit's block, without a copy, if the CPU computes in the stored dtype.
+`DeviceValues`: directly from the unit's block in device memory, likewise.
 `CopiedValues`: from a copy in the device cache. (`tiling/materialize.py` has a third: a weight materialized from its
 tiles.) `ValueSources` maps units to sources.
 """
@@ -114,14 +115,69 @@ class HostValues:
         """Nothing to do: changes are made in the block."""
 
 
-class CopiedValues:
-    """Units from copies in the device cache."""
-
-    def __init__(self, cache: DeviceCache) -> None:
-        self._cache = cache
+class DeviceValues:
+    """Units that live in device memory. Updates and user changes are ordered there, as in plain PyTorch."""
 
     def acquire(self, unit: Unit) -> torch.Tensor:
-        return self._cache.acquire(unit)
+        return unit.the_block().the_device_bytes()[: unit.stored_bytes].view(unit.dtype)
+
+    def current(self, unit: Unit) -> bool:  # noqa: ARG002 - the memory is always the same
+        return True
+
+    def pin(self, unit: Unit) -> None:
+        """Nothing to do: it never moves."""
+
+    def unpin(self, unit: Unit) -> None:
+        """Nothing to do: it never moves."""
+
+    def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
+        """Nothing to do: the change is in the block already."""
+
+    def may_change(self, unit: Unit) -> None:
+        """Nothing to do: changes are made in the block."""
+
+    def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - it is updated in `step()`, as in plain PyTorch
+        return False
+
+    def updated(self, unit: Unit) -> None:
+        """Nothing to do: the update changes the block itself."""
+
+    def look_ahead(self) -> None:
+        """Nothing to do: nothing is copied."""
+
+    def end_cycle(self, *, same_order: bool) -> None:
+        """Nothing to do: nothing is cached."""
+
+    def write_home(self) -> None:
+        """Nothing to do: changes are made in the block."""
+
+
+class ShrinkingCache(Protocol):
+    """The device memory of a cache."""
+
+    def shrink(self, when: str) -> bool:
+        """The device ran out of memory: give back what is not in use; False if the cache cannot be smaller."""
+
+
+class CopiedValues:
+    """Units from copies in the device cache, whose memory may shrink."""
+
+    def __init__(self, cache: DeviceCache, memory: ShrinkingCache | None) -> None:
+        self._cache = cache
+        self._memory = memory
+
+    def acquire(self, unit: Unit) -> torch.Tensor:
+        is_second = False
+        while True:
+            try:
+                return self._cache.acquire(unit)
+            except torch.OutOfMemoryError:
+                if self._memory is None:
+                    raise
+                # Also a cache that does not shrink has given back what was not in use: once.
+                if not self._memory.shrink("when a layer was to be copied to it") and is_second:
+                    raise
+                is_second = True
 
     def current(self, unit: Unit) -> bool:
         return self._cache.is_current(unit)

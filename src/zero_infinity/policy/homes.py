@@ -1,4 +1,4 @@
-"""Which units live in RAM and which on NVMe.
+"""Where units live. Which of those on the host live in RAM and which on NVMe; `device_homes.py` chooses before that.
 
 Small units live in RAM as long as all of them together are a sliver of the budget: moving a bias costs a request and
 saves nothing. All other units live on NVMe and are fetched; without NVMe everything lives in RAM. Pure arithmetic.
@@ -23,6 +23,7 @@ class Home(enum.Enum):
 
     NVME = "nvme"
     RAM = "ram"
+    DEVICE = "device"
 
 
 class SizedUnit(Protocol):

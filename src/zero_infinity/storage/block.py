@@ -17,6 +17,8 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import UsageError
 from zero_infinity.policy.alignment import round_up
@@ -122,7 +124,7 @@ class Block:
     name: str
     num_bytes: int
     home: Home
-    offset: int | None  # in the address space of the I/O engine; None if the home is RAM
+    offset: int | None  # in the address space of the I/O engine; None if the home is not NVMe
     has_content: bool = False
     dirty: bool = False  # the buffer is newer than the home
     # The first is the current one. A later one was requested before the previous one had left.
@@ -131,6 +133,7 @@ class Block:
     ticket: IOTicket | None = None  # the read or write in flight
     priority: Priority = Priority.PREFETCH
     checksum: int | None = None
+    on_device: torch.Tensor | None = None  # its bytes, if its home is device memory: they never move
 
     def __repr__(self) -> str:
         stays = ", ".join(
@@ -175,6 +178,12 @@ class Block:
         if buffer is None:
             raise UsageError(f"block {self.name!r} is not in memory (it is {self.residence.value})")
         return buffer
+
+    def the_device_bytes(self) -> torch.Tensor:
+        """Its bytes in device memory; an error if its home is another."""
+        if self.on_device is None:
+            raise UsageError(f"block {self.name!r} is not in device memory")
+        return self.on_device
 
     def mark_changed(self) -> None:
         """The buffer was written to: it is newer than the home."""

@@ -17,6 +17,9 @@ The rules are each in one part:
 
 A block has no content until it is first marked dirty. Until then a fetch takes room and reads nothing. A block whose
 home is RAM keeps its buffer from its first fetch until its content expires.
+
+A block whose home is device memory is always there, and none of the rules above applies to it: what uses it is ordered
+on the device, by its streams. Here it is only read and written as bytes, between steps.
 """
 
 from __future__ import annotations
@@ -76,6 +79,13 @@ class BlockStore:
             offset = self._io.allocate(num_bytes) if home is Home.NVME and self._io is not None else None
             return Block(self._last_key, name, num_bytes, home, offset)
 
+    def create_on_device(self, name: str, num_bytes: int, device: torch.device) -> Block:
+        """A block of zeros in device memory."""
+        block = self.create(name, num_bytes, Home.DEVICE)
+        block.on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        block.has_content = True
+        return block
+
     def reserve(self, num_bytes: int) -> None:
         """Reserve swap space for later blocks, so that a full disk is an error now and not during training."""
         if num_bytes and self._io is not None:
@@ -87,6 +97,8 @@ class BlockStore:
 
         The block can be fetched again at any time, without content.
         """
+        if block.on_device is not None:
+            return
         with self._monitor.lock:
             block.uses.expire()
             self._drop_expired(block)
@@ -95,6 +107,7 @@ class BlockStore:
     def drop(self, block: Block) -> None:
         """Expire the content and free the home. The block must not be used again."""
         self.expire(block)
+        block.on_device = None
         # After an error nothing moves any more, and nobody needs the home.
         self._waits.wait(block, lambda b: not b.stays, unless_failed=True)
         if self._io is not None:
@@ -105,7 +118,8 @@ class BlockStore:
 
     def fetch(self, block: Block, priority: Priority = Priority.PREFETCH) -> None:
         """Bring the block into memory; does not wait. Takes its place in the queue for room."""
-        self._mover.fetch(block, priority)
+        if block.on_device is None:
+            self._mover.fetch(block, priority)
 
     def evict(self, block: Block) -> None:
         """Let the block leave memory as soon as nothing needs it there; a dirty block is written home first."""
@@ -135,6 +149,8 @@ class BlockStore:
 
     def ready(self, block: Block) -> bool:
         """True if `wait` would return immediately."""
+        if block.on_device is not None:
+            return True
         with self._monitor.lock:
             if self.snapshot.refuses(block) or len(block.stays) != 1 or block.uses.has_changes():
                 return False
@@ -148,6 +164,8 @@ class BlockStore:
 
     def mark_dirty(self, block: Block) -> None:
         """The buffer was written to: it is newer than the home."""
+        if block.on_device is not None:
+            return
         with self._monitor.lock:
             block.present_buffer()
             block.mark_changed()
@@ -167,6 +185,9 @@ class BlockStore:
         Nothing is fetched or evicted. The bytes are copied into `staging`, unless the home of the block is RAM. Homes
         on NVMe are read in whole pages, so `staging` is page-aligned and two pages larger than the range.
         """
+        if block.on_device is not None:
+            _tensor(staging)[: stop - start].copy_(block.on_device[start:stop])
+            return staging[: stop - start]
         with self._monitor.lock:
             self._monitor.check()
             if not block.has_content:
@@ -210,6 +231,9 @@ class BlockStore:
     @contextmanager
     def changing(self, block: Block) -> Iterator[torch.Tensor]:
         """The bytes of a held block, to change in place; the tensor must not outlive the context."""
+        if block.on_device is not None:
+            yield block.on_device
+            return
         with self.changing_bytes(block) as memory:
             yield _tensor(memory)
 

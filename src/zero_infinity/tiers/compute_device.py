@@ -73,6 +73,15 @@ class ComputeDevice(Protocol):
     def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         """Return a copy in host memory, to be read when the transfer is done. `source` may be freed at once."""
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor, written: torch.Event | None) -> DeviceTransfer:
+        """Copy device memory in the order of uploads, once `written` has happened. Converts dtypes."""
+
+    def computed(self) -> torch.Event | None:
+        """Return an event after what this thread has launched so far; None if that is done already."""
+
+    def set_aside(self, num_bytes: int) -> None:
+        """Take these bytes from the budget for copies: something else lives there."""
+
     def close(self) -> None: ...
 
 
@@ -120,6 +129,16 @@ class CpuDevice:
 
     def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         return source, FINISHED
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, written: torch.Event | None) -> DeviceTransfer:  # noqa: ARG002 - the CPU has written it
+        target.copy_(source)
+        return FINISHED
+
+    def computed(self) -> torch.Event | None:
+        return None
+
+    def set_aside(self, num_bytes: int) -> None:
+        self.pool.charge(num_bytes)
 
     def close(self) -> None:
         self.pool.close()

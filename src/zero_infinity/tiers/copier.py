@@ -58,11 +58,12 @@ class CopySource(ShardSource, Protocol):
 class DeviceCopy:
     """One unit's elements on the compute device."""
 
-    __slots__ = ("_ready", "_transfer", "error", "is_direct", "is_dropped", "is_written", "memory", "source")
+    __slots__ = ("_ready", "_transfer", "error", "is_direct", "is_dropped", "is_written", "memory", "source", "written")
 
-    def __init__(self, source: CopySource, *, is_direct: bool = False) -> None:
+    def __init__(self, source: CopySource, *, is_direct: bool = False, written: torch.Event | None = None) -> None:
         self.source = source
         self.is_direct = is_direct  # it is read from the block's home past host memory
+        self.written = written  # the event after the last change of a source on the device
         self.memory: DeviceMemory | None = None
         self.error: BaseException | None = None
         self.is_dropped = False
@@ -306,11 +307,10 @@ class Copier:
             self._read_directly(copy, self.direct)
             return
         if copy.is_dropped:
-            self._finish_before(source.the_block())
-            with self._store.reading(source.the_block()):
-                return
+            self._pass_over(source.the_block())
+            return
         copy.memory = self.device.allocate(_num_bytes(source))
-        copy.made(self._load(source, source.num_elements, copy.flat()))
+        copy.made(self._load(copy, source.num_elements, copy.flat()))
 
     def _read_directly(self, copy: DeviceCopy, direct: DirectReader) -> None:
         """Read a copy from the home of its block. An update drops the copy before it changes the block."""
@@ -326,9 +326,19 @@ class Copier:
         copy.made(FINISHED)
         self._note(copy.source, start, block.num_bytes)
 
-    def _load(self, source: CopySource, num_elements: int, target: torch.Tensor) -> DeviceTransfer:
+    def _pass_over(self, block: Block) -> None:
+        """Release a block that is held for a copy that nobody needs."""
+        if block.on_device is None:
+            self._finish_before(block)
+            with self._store.reading(block):
+                return
+
+    def _load(self, copy: DeviceCopy, num_elements: int, target: torch.Tensor) -> DeviceTransfer:
         """Copy a unit's block, or a part of it, to the device as soon as the block is in memory."""
+        source = copy.source
         block = source.the_block()
+        if block.on_device is not None:
+            return self.device.copy(block.on_device.view(source.dtype)[:num_elements], target, copy.written)
         self._finish_before(block)
         with ExitStack() as reading:
             memory = reading.enter_context(self._store.reading(block))
@@ -370,7 +380,7 @@ class Copier:
                 whole = copy.flat()
                 if source.dtype != source.compute_dtype:
                     whole = torch.empty(source.num_elements, dtype=source.dtype, device=whole.device)
-                self._load(source, len(source.stored), whole[source.stored.start : source.stored.stop])
+                self._load(copy, len(source.stored), whole[source.stored.start : source.stored.stop])
                 wholes.append((whole, source.spans))
             gather(task.topic, wholes)
             for copy, (whole, _) in zip(task.copies, wholes, strict=True):

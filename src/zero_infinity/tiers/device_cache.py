@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -61,6 +61,9 @@ class CopyMover:
 
     def _begin_copy(self, source: CopySource) -> DeviceCopy:
         block = source.the_block()
+        if block.on_device is not None:
+            # The update of the block was launched before this, by this thread.
+            return DeviceCopy(source, written=self._copier.device.computed())
         # By the policy's count, which does not depend on when something moves.
         if not self._host_cache.is_cached(block) and self._copier.reads_directly(source):
             return DeviceCopy(source, is_direct=True)
@@ -130,6 +133,9 @@ class CopyMover:
         """Write the values of a copy to the unit's block."""
         with self._host_cache.writing(source.the_block()) as memory:
             mine = flat[source.stored.start : source.stored.stop]
+            if source.the_block().on_device is not None:
+                memory.view(source.dtype)[: len(mine)].copy_(mine)
+                return
             here, transfer = self._copier.device.download(mine)
             transfer.wait()
             memory.view(source.dtype)[: len(mine)].copy_(here)
@@ -159,7 +165,6 @@ class DeviceCache:
         )
         self._num_differences = 0  # seen up to the last step
         self._groups: dict[CopySource, CopyGroup] = {}
-        self.shrink: Callable[[str], bool] = _cannot_shrink  # when the device has run out of memory, which it is told
 
     # ------------------------------------------------------------------ units
 
@@ -196,18 +201,10 @@ class DeviceCache:
     # ------------------------------------------------------------------ use, by the compute thread
 
     def acquire(self, source: CopySource) -> torch.Tensor:
-        """Return the elements in `source.compute_dtype`; they stay while the tensor or a view of it is alive."""
-        is_second = False
-        while True:
-            try:
-                return self._acquire(source)
-            except torch.OutOfMemoryError:
-                self._tier.drop(self._groups[source])  # it has no memory, perhaps since it was to be copied ahead
-                if not self.shrink("when a layer was to be copied to it") and is_second:
-                    raise
-                is_second = True
+        """Return the elements in `source.compute_dtype`; they stay while the tensor or a view of it is alive.
 
-    def _acquire(self, source: CopySource) -> torch.Tensor:
+        After a `torch.OutOfMemoryError`, when the device may have more room, it can be called again.
+        """
         with self._tier.lock:
             group = self._groups[source]
             self._tier.access(group)
@@ -215,7 +212,11 @@ class DeviceCache:
         if copy is None:
             raise RuntimeError(f"{source.name!r} was accessed and has no copy")
         self._tier.wait(group)
-        return copy.use()
+        try:
+            return copy.use()
+        except torch.OutOfMemoryError:
+            self._tier.drop(group)  # it has no memory, perhaps since it was to be copied ahead
+            raise
 
     def is_current(self, source: CopySource) -> bool:
         """True if the last acquired copy is still valid and may be used without another access."""
@@ -287,10 +288,6 @@ class DeviceCache:
     def drain(self) -> None:
         """Wait until every started copy is made."""
         self.copier.drain()
-
-
-def _cannot_shrink(_: str) -> bool:
-    return False
 
 
 def round_to_stored(source: CopySource, part: torch.Tensor) -> None:

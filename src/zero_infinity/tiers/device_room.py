@@ -22,7 +22,9 @@ from zero_infinity.policy.device_room import (
     is_worth_changing,
     learnt_budget,
 )
+from zero_infinity.tiers.device_cache import DeviceCache
 from zero_infinity.tiers.others_peak import OthersPeak
+from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 
 class LimitedMemory(Protocol):
@@ -95,6 +97,7 @@ class DeviceRoom:
         if self._is_mid_step and self._memory.others.num_failures() > self._known_failures:
             self.shrink("in a step before this one")
         self._is_mid_step = True
+        self._share()  # units may have left the cache
 
     def end_forward(self) -> None:
         """The model's forward has ended: a step, if it is not trained."""
@@ -150,7 +153,38 @@ class DeviceRoom:
         return True
 
     def _set(self, budget: int) -> None:
-        """Give the cache this much. What it never needs, since all copies fit, is for saved tensors."""
+        """Give the cache this much."""
         self.budget = budget
         self._cache.limit(budget)
-        self._stays.room = max(0, budget - self._cache.total_bytes())
+        self._share()
+
+    def _share(self) -> None:
+        """What the cache never needs, since all copies fit, is for saved tensors."""
+        self._stays.room = max(0, self.budget - self._cache.total_bytes())
+
+
+def make_device_room(
+    accelerator: TorchAccelerator,
+    cache: DeviceCache,
+    look_ahead: Callable[[int], int],
+    *,
+    least: int,
+    channel: Channel | None,
+    trains: bool,
+    stays: ActivationStays,
+) -> DeviceRoom:
+    """Return what sets the budget of `cache`, and its look-ahead by that."""
+
+    def limit(budget: int) -> None:
+        cache.limit(budget, look_ahead(budget))
+        accelerator.memory.limit(budget)
+
+    return DeviceRoom(
+        CachedCopies(accelerator.memory, limit, lambda: cache.total_bytes),
+        budget=accelerator.budget,
+        least=least,
+        is_measured=accelerator.is_measured,
+        channel=channel,
+        trains=trains,
+        stays=stays,
+    )

@@ -77,6 +77,16 @@ class TorchAccelerator:
                 self._ring.upload(source, target, self._up)
             return StreamTransfer(self._device, self._up.record_event())
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor, written: torch.Event | None) -> DeviceTransfer:
+        with self._up:
+            if written is not None:
+                self._up.wait_event(written)
+            target.copy_(source)
+            return StreamTransfer(self._device, self._up.record_event())
+
+    def set_aside(self, num_bytes: int) -> None:
+        self.memory.limit(self.memory.budget - num_bytes)
+
     def download(self, source: torch.Tensor) -> tuple[torch.Tensor, DeviceTransfer]:
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         computed = torch.accelerator.current_stream(self._device).record_event()
@@ -114,6 +124,10 @@ class TorchAccelerator:
         with self._reduce:
             self._reduce.wait_event(computed)
             yield
+
+    def reduced(self) -> StreamTransfer:
+        """Return what is launched on the stream of reductions so far."""
+        return StreamTransfer(self._device, self._reduce.record_event())
 
     def read_by_reduction(self, gradient: torch.Tensor) -> None:
         """The memory of this gradient is reused only after what the stream of reductions does until now."""

@@ -51,7 +51,7 @@ def sharding(stage: ZeroStage) -> Sharding:
 )
 def test_a_stage_has_the_channels_that_it_needs(stage: ZeroStage, made: set[tuple[str, torch.device | None]]) -> None:
     ranks = Ranks([2, 100])
-    channels = connect(cast(RankGroup, ranks), sharding(stage), {0: "a", 1: "b"}, 100, CPU, CPU)
+    channels = connect(cast(RankGroup, ranks), sharding(stage), {0: "a", 1: "b"}, 100, CPU, CPU, None)
     assert set(ranks.made) == made
     assert len(ranks.made) == len(made), "one for each thread"
     assert (channels.copies is not None) is (stage is ZeroStage.PARAMETERS)
@@ -60,9 +60,18 @@ def test_a_stage_has_the_channels_that_it_needs(stage: ZeroStage, made: set[tupl
     assert ranks.topics == [START]
 
 
+@pytest.mark.parametrize("stage", list(ZeroStage))
+def test_units_that_live_on_a_device_are_sent_there_where_every_rank_stores_them(stage: ZeroStage) -> None:
+    ranks = Ranks([1, 10])
+    channels = connect(cast(RankGroup, ranks), sharding(stage), {0: "a"}, 10, CPU, CPU, CPU)
+    has_updates = stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    assert (channels.on_device is not None) is has_updates
+    assert (("updated parameters", CPU) in ranks.made) is has_updates
+
+
 def test_ranks_with_different_models_are_told_apart() -> None:
     with pytest.raises(UsageError) as caught:
-        connect(cast(RankGroup, Ranks([3, 12345])), sharding(ZeroStage.NONE), {0: "a"}, 1000, None, CPU)
+        connect(cast(RankGroup, Ranks([3, 12345])), sharding(ZeroStage.NONE), {0: "a"}, 1000, None, CPU, None)
     assert str(caught.value) == (
         "rank 1 has a model of 3 units and 12,345 elements, rank 0 one of 1 units and 1,000 elements\n"
         "  fix:   build the same model on every rank"

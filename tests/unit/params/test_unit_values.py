@@ -143,7 +143,7 @@ class Copies:
 
 def test_copied_values_are_kept_at_home_rounded_as_they_are_stored() -> None:
     cache = Copies()
-    values, unit = CopiedValues(cast(DeviceCache, cache)), unit_of("a", dtype=torch.bfloat16)
+    values, unit = CopiedValues(cast(DeviceCache, cache), None), unit_of("a", dtype=torch.bfloat16)
     flat = torch.full((NUM_ELEMENTS,), 1 + 2**-12)
     values.keep(unit.parameters[0], flat)
     assert cache.calls == [("write_home", (unit, flat))]
@@ -152,9 +152,52 @@ def test_copied_values_are_kept_at_home_rounded_as_they_are_stored() -> None:
 
 def test_an_update_makes_copies_stale_and_is_not_seen_through_them() -> None:
     cache = Copies()
-    values, unit = CopiedValues(cast(DeviceCache, cache)), unit_of("a")
+    values, unit = CopiedValues(cast(DeviceCache, cache), None), unit_of("a")
     assert not values.aliased(unit)
     values.updated(unit)
     values.end_cycle(same_order=True)
     values.write_home()
     assert cache.calls == [("invalidate", (unit,)), ("end_cycle", (True,)), ("write_back_all", ())]
+
+
+class Full:
+    """A cache on a device without memory for `num_failures` copies, and the memory, which may shrink `num_times`."""
+
+    def __init__(self, num_failures: int, num_times: int) -> None:
+        self.num_failures = num_failures
+        self.num_times = num_times
+        self.told: list[str] = []
+
+    def acquire(self, _: Unit) -> torch.Tensor:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise torch.OutOfMemoryError
+        return torch.ones(NUM_ELEMENTS)
+
+    def shrink(self, when: str) -> bool:
+        self.told.append(when)
+        self.num_times -= 1
+        return self.num_times >= 0
+
+
+@pytest.mark.parametrize(
+    ("num_failures", "num_times", "is_enough"), [(1, 0, True), (1, 1, True), (2, 2, True), (2, 0, False), (3, 1, False)]
+)
+def test_a_copy_is_asked_for_again_while_the_cache_shrinks(num_failures: int, num_times: int, is_enough: bool) -> None:
+    """Once more even if it cannot shrink: what was not in use has been given back."""
+    full = Full(num_failures, num_times)
+    values, unit = CopiedValues(cast(DeviceCache, full), full), unit_of("a")
+    if is_enough:
+        assert values.acquire(unit).sum() == NUM_ELEMENTS
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            values.acquire(unit)
+    assert full.told == ["when a layer was to be copied to it"] * len(full.told)
+    assert full.num_failures == 0 or not is_enough
+
+
+def test_copies_in_memory_that_never_shrinks_fail_at_once() -> None:
+    full = Full(1, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        CopiedValues(cast(DeviceCache, full), None).acquire(unit_of("a"))
+    assert full.told == []

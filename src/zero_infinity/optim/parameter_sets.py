@@ -1,4 +1,4 @@
-"""Sets of parameters as numbers, in which ranks tell each other which gradients they have."""
+"""Sets of parameters as the numbers that ranks tell each other: a bit for each parameter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from zero_infinity.params.unit import ManagedParameter
 _BITS = 62  # per number in an agreement
 
 
-class ParameterBits:
-    """Sets of parameters as numbers that ranks tell each other."""
+class ParameterSets:
+    """Packs sets of these parameters, which are in the same order on every rank."""
 
     def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
         self._parameters = parameters
