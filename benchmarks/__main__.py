@@ -19,6 +19,7 @@ BENCHMARKS = {
     "train": ("train.command", "a training step against plain PyTorch, at several memory budgets"),
     "peers": ("peers.command", "a training step against DeepSpeed, FSDP2 and memory-mapped files"),
     "capacity": ("capacity", "the largest model that trains within a real memory limit"),
+    "finetune": ("finetune.command", "a 1.1B Llama through Trainer within a real memory limit"),
     "growth": ("growth.command", "how time, memory and traffic grow with the model"),
     "ablations": ("ablations.command", "what each part of the engine is worth"),
     "checkpoint": ("checkpoint", "saving and loading against the drive alone"),

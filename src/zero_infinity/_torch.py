@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from torch.distributed.distributed_c10d import Store, _get_process_group_store
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -160,9 +161,32 @@ def without_storage(
     dtype: torch.dtype,
     device: torch.device,
     strides: tuple[int, ...] | None = None,
+    offset: int | None = None,
 ) -> torch.Tensor:
     """A tensor of a subclass with a shape and no memory, as torch's guide to `__torch_dispatch__` does. torch 2.13."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=dtype, device=device)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device
+    )
+    return made
+
+
+def of_class(kind: type[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass that has these values, as `nn.Parameter` makes itself, whatever arguments the class
+    takes. torch 2.13."""
+    return torch.Tensor._make_subclass(kind, values, False)
+
+
+# True for a tensor subclass that is made of other tensors, which torch.compile asks, too. torch 2.13.
+is_wrapper_subclass: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+
+_DISPATCH_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+def outside_dispatch() -> AbstractContextManager[None]:
+    """Inside, tensors are as ordinary code sees them, also in a `__torch_dispatch__`, below autograd, where torch
+    counts no versions and makes no views that know what they are views of. No public equivalent. torch 2.13."""
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(*_DISPATCH_KEYS)
+    return guard
 
 
 def order_of_norms(tensors: list[torch.Tensor]) -> list[int]:

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from zero_infinity import meta_init
+from zero_infinity.argument_checks import check_config, check_model, check_prepare
 from zero_infinity.checkpoint.export import WeightExport
 from zero_infinity.checkpoint.io_thread_pool import Progress
 from zero_infinity.checkpoint.load import CheckpointLoad
@@ -149,7 +150,7 @@ def _prepare(
     group: ProcessGroup | DeviceMesh | None,
     activation_group: ProcessGroup | DeviceMesh | None = None,
 ) -> TrainingEngine:
-    _check_arguments(model, optimizer, config)
+    check_prepare(model, optimizer, config)
     if isinstance(optimizer, StreamedOptimizer) or any(map(_is_prepared, _unsharders(model))):
         raise UsageError(
             "this model, or another one from the same zi.init, is prepared already\n"
@@ -187,6 +188,7 @@ def init_with(
     parts: EngineParts, config: Config | None = None, *, group: ProcessGroup | DeviceMesh | None = None
 ) -> Iterator[None]:
     """Internal: `init` with parts of the engine replaced; `prepare` then uses the same ones."""
+    check_config(config)
     if (outer := under_way()) is not None:  # of the whole model, to which this submodule belongs
         outer.check_same_config(config or Config())
         yield
@@ -345,6 +347,7 @@ def load_pretrained(
         strict: If false, skip what the model or the file lacks.
         progress: Called as `progress(bytes_read, bytes_total)` for this rank, from any thread.
     """
+    check_model(model)
     unsharders = _unsharders(model)
     if len(unsharders) != 1:
         raise UsageError(
@@ -375,24 +378,6 @@ def export(
             zero on the first rank, which writes the final files.
     """
     WeightExport(model, engine_of(model)).write(Path(directory), dtype, progress)
-
-
-def _check_arguments(model: object, optimizer: object, config: object) -> None:
-    """Say which argument of `prepare` is in the place of which other."""
-    if isinstance(config, Mapping):
-        raise UsageError("config= is a dict, not a zi.Config\n  fix:   zi.Config(**config)")
-    if isinstance(optimizer, Config | Mapping):
-        raise UsageError(
-            "zi.prepare was given a config in the place of the optimizer\n"
-            "  fix:   zi.prepare(model, optimizer, config) to train; zi.prepare(model, config=config) for inference"
-        )
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"zi.prepare takes a torch.nn.Module and a torch.optim.Optimizer, and got a {type(model).__name__} and a "
-            f"{type(optimizer).__name__}\n  fix:   zi.prepare(model, optimizer, config)"
-        )
-    if not isinstance(config, Config | None):
-        raise UsageError(f"config= is a {type(config).__name__}\n  fix:   zi.Config(memory=..., nvme=...)")
 
 
 def _engine_of_both(model: nn.Module, optimizer: StreamedOptimizer | None) -> TrainingEngine:
@@ -432,6 +417,7 @@ def close(model: nn.Module) -> None:
 
 def engine_of(model: nn.Module) -> TrainingEngine:
     """Return the engine of a prepared model."""
+    check_model(model)
     for unsharder in _unsharders(model):
         if isinstance(unsharder.owner, TrainingEngine):
             return unsharder.owner

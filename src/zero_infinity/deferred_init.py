@@ -29,6 +29,7 @@ from zero_infinity.engine_parts import DEFAULT_PARTS, EngineParts
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.find_parameters import manageable, own_parameters
+from zero_infinity.params.packed_layers import HOLDER, is_quantised, pack
 from zero_infinity.params.parameter_store import ParameterStore, budget_of
 from zero_infinity.params.precision import Precision, precision_of
 from zero_infinity.params.saved_tensors import SavedTensorHooks
@@ -157,10 +158,16 @@ class DeferredInit:
     # ------------------------------------------------------------------ registrations
 
     def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or _under_way[-1] is not self or not _is_taken(parameter):
+        if parameter is None or _under_way[-1] is not self:
+            return
+        quantised = is_quantised(parameter)
+        if not quantised and not _is_taken(parameter):
             return
         if module not in self._open and len(self._open) > 1:
             self._close_all_but_last()
+        if quantised:  # packed when the module is closed, together with its scales
+            self._open.setdefault(module, {})
+            return
         num_rows = self._rows_of_a_tile(module, name, parameter)
         if num_rows is None:
             self._open.setdefault(module, {})[name] = parameter
@@ -237,6 +244,10 @@ class DeferredInit:
                 by_dtype.setdefault(parameter.dtype, []).append((f"{type(module).__name__}.{name}", parameter))
         for dtype, members in by_dtype.items():
             self._move_in(type(module).__name__, members, dtype)
+        holder = pack(module, torch.device("cpu"))
+        if holder is not None and offloaded_param.managed(holder) is None:
+            name = type(module).__name__
+            self._move_in(name, [(f"{name}.{HOLDER}", holder)], holder.dtype)
         attach_state_dict_hooks(module, self.parameter_store.state_dicts)
 
     def _move_in(self, name: str, members: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:

@@ -40,6 +40,8 @@ from zero_infinity.params.environment import environment_of
 from zero_infinity.params.find_parameters import refuse_shared_memory
 from zero_infinity.params.forward_again import ForwardAgain
 from zero_infinity.params.moe_routing import ExpertRouting, RoutingWatch
+from zero_infinity.params.packed_layers import pack
+from zero_infinity.params.packed_tensor import PackedTensor
 from zero_infinity.params.parameter_store import ParameterStore
 from zero_infinity.params.saved_tensors import SavedTensorHooks
 from zero_infinity.params.unit_access import UnitAccess
@@ -128,6 +130,8 @@ class EngineBuilder:
 
     def _check(self, model: nn.Module) -> None:
         refuse_shared_memory(model)
+        for module in model.modules():
+            pack(module, self._environment.device)
         check_group(dict(model.named_parameters()), self.ranks.group if self.ranks is not None else None)
 
     def _find_recomputed(self, model: nn.Module) -> Stack:
@@ -267,7 +271,8 @@ class EngineBuilder:
         if channels is None:
             return
         plain = [local_of(p.detach()) for p in self.layout.managed if offloaded_param.managed(p) is None]
-        for tensor in [*plain, *map(local_of, self._model.buffers())]:
+        buffers = [buffer for buffer in self._model.buffers() if not isinstance(buffer, PackedTensor)]
+        for tensor in [*plain, *map(local_of, buffers)]:
             host = tensor.to("cpu")
             channels.steps.spread(START, host)
             if tensor is not host and channels.steps.rank != 0:
@@ -423,7 +428,7 @@ class EngineBuilder:
             offloaded_param.adopt(managed, built.unsharder)
             if managed.group is not None:
                 managed.hook_gradient(GradientHook(training.gradients, managed))
-            elif not self._trains:
+            elif not self._trains and managed.parameter.is_floating_point():
                 managed.parameter.requires_grad_(False)
                 managed.hook_gradient(NoGradientHook(managed.name))
         module_hooks.attach(model, built.unsharder, layout.owners, built.phases, self.parameter_store.run_trace)

@@ -182,7 +182,8 @@ class _Sorting:
         for full_name, parameter in parameters:
             rows = num_rows[parameter]
             known = offloaded_param.managed(parameter)
-            self.computed.add(self._environment.precision_of(parameter.dtype).computed)
+            if parameter.is_floating_point():
+                self.computed.add(self._environment.precision_of(parameter.dtype).computed)
             if known is not None and known.unit not in torn_up and self._stays(module, known, rows):
                 known.rename(name, full_name)
                 mine.extend(known.parts)

@@ -50,6 +50,30 @@ def test_the_help_of_every_command_has_an_example(words: list[str], capsys: pyte
     assert f"  zero-infinity {' '.join(words)} " in examples
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["plan", "--hardwear", "a100"], "'--hardwear'; did you mean '--hardware'?"),
+        (["train", "--memry=1MiB"], "'--memry'; did you mean '--memory'?"),
+        (["bench", "io", ".", "--sizze", "1MiB"], "'--sizze'; did you mean '--size'?"),
+        (["plan", "--qqqqqqqq"], "'--qqqqqqqq'; see zero-infinity plan --help"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_nearest_one(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"ConfigError: unknown option {hint}\n"
+
+
+def test_options_may_be_shortened_and_values_may_look_like_options(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "--co", "3"]) == 3
+    assert main(["probe", "--", "--strange"]) == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_help_imports_neither_torch_nor_a_command() -> None:
     code = (
         "import sys; from zero_infinity.cli.main import main; main(['--help']); "

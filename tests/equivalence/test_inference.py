@@ -243,17 +243,3 @@ def test_saved_loaded_and_exported(tmp_path: Path) -> None:
         read = LlamaForCausalLM.from_pretrained(folder / "exported").eval()
         with torch.no_grad():
             assert torch.equal(read(prompt()).logits, trained(prompt()).logits)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (lambda m: (m, zi.Config()), r"config in the place of the optimizer"),
-        (lambda m: (m, torch.optim.SGD(m.parameters()), {"memory": "1MiB"}), r"zi.Config\(\*\*config\)"),
-        (lambda m: (torch.optim.SGD(m.parameters()), m), r"got a SGD and a Linear"),
-        (lambda m: (m, torch.optim.SGD(m.parameters()), "1GiB"), r"config= is a str"),
-    ],
-)
-def test_mistaken_arguments(arguments: Any, text: str) -> None:
-    with pytest.raises(zi.UsageError, match=text):
-        zi.prepare(*arguments(nn.Linear(2, 2)))

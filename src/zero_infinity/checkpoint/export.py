@@ -11,7 +11,7 @@ import json
 import mmap
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from zero_infinity.checkpoint.verify import OpenCheckpoint
 from zero_infinity.checkpoint.weight_files import write_index
 from zero_infinity.comm.checkpoint_agreement import Agreement
 from zero_infinity.errors import ConfigError, UsageError
+from zero_infinity.params.packed_layers import HOLDER
 
 _ROOM_BYTES = 20 << 20
 _PAGES_BYTES = (2 << 20) + (8 << 10)
@@ -103,11 +104,22 @@ class WeightExport:
                 shutil.rmtree(aside)
 
 
+def _refuse_quantised(names: Iterable[str]) -> None:
+    found = next((name for name in names if name.split(".")[-1] == HOLDER), None)
+    if found is not None:
+        raise UsageError(
+            f"{found!r} has weights as their library quantised them, which from_pretrained cannot read\n"
+            "  fix:   export adapters only (model.save_pretrained, or save_model of the trainer), or the weights that "
+            "were quantised"
+        )
+
+
 class _Export:
     """The tensors to write and their sources."""
 
     def __init__(self, opened: OpenCheckpoint, dtype: torch.dtype | None, model: nn.Module | None) -> None:
         self._sources = {name: tensor for (section, name), tensor in opened.tensors.items() if section == MODEL}
+        _refuse_quantised(self._sources)
         self._dtype = dtype
         self._model = model
         self._plan = self._names()

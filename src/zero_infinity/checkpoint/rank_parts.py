@@ -19,6 +19,8 @@ from zero_infinity.errors import UsageError
 from zero_infinity.optim.state_records import MASTER, StateRecord
 from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.offloaded_param import managed
+from zero_infinity.params.packed_layers import HOLDER, holder_of
+from zero_infinity.params.packed_tensor import PackedTensor
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.storage.block import Block
 
@@ -145,6 +147,8 @@ def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
         if len(names) > 1:
             contents.tied[name] = names[0]
             continue
+        if isinstance(parameter, PackedTensor):
+            continue  # in the holder of its layer
         known = managed(parameter)
         if is_distributed(parameter):
             raise UsageError(
@@ -157,7 +161,13 @@ def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
             contents.managed[name] = known
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):
-            contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
+            if not isinstance(buffer, PackedTensor):
+                contents.plain[f"{prefix}.{name}" if prefix else name] = buffer
+        holder = holder_of(module)
+        if holder is not None and holder not in contents.names and (known := managed(holder)) is not None:
+            name = f"{prefix}.{HOLDER}" if prefix else HOLDER
+            contents.names[holder] = [name]
+            contents.managed[name] = known
     strangers = [p.name for unit in view.units for p in unit.parameters if p.parameter not in contents.names]
     if strangers:
         raise UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,9 @@ def _run(argv: list[str]) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {command!r}; {hint}")
-    parser = _build_parser(command)
+    parser, own = _build_parser(command)
+    if own is not None:
+        _check_options(argv, own)
     try:
         with _once():
             arguments = parser.parse_args(argv)
@@ -80,8 +83,29 @@ def _run(argv: list[str]) -> int:
     return int(arguments.run(arguments))
 
 
-def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    """A parser with all options of `command`, and only the names of the others."""
+def _check_options(argv: Sequence[str], own: argparse.ArgumentParser) -> None:
+    """Suggest the nearest option for one that does not exist; argparse only repeats it."""
+    known = _options_of(own) | {"--version"}
+    for word in itertools.takewhile(lambda word: word != "--", argv):
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in known):
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"see {own.prog} --help"
+            raise ConfigError(f"unknown option {name!r}; {hint}")
+
+
+def _options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Names of all options of a command, and of its subcommands."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            found.update(*map(_options_of, action.choices.values()))
+    return found
+
+
+def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser | None]:
+    """A parser with all options of `command`, and only the names of the others; and that of the command."""
     parser = argparse.ArgumentParser(
         prog="zero-infinity",
         description="Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.",
@@ -90,12 +114,14 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"zero-infinity {__version__}")
+    chosen = None
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, line in COMMANDS.items():
         own = subparsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == command:
             import_module(f"zero_infinity.cli.{name.replace('-', '_')}").add_options(own)
-    return parser
+            chosen = own
+    return parser, chosen
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Finds the parameters of a model that are managed: which ones, and each tied weight once, at its first owner."""
+"""Finds the parameters of a model that are managed: which ones, and each tied weight once, at its first owner.
+
+The holder of a layer's quantised weights (`packed_layers.py`) comes after the layer's own parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from torch import nn
 
 from zero_infinity.errors import UsageError
 from zero_infinity.params.dtensor import local_of
+from zero_infinity.params.packed_layers import HOLDER, holder_of, is_made_of_others
+from zero_infinity.params.packed_tensor import PackedTensor
 from zero_infinity.params.unit import ATTRIBUTE
 
 
@@ -17,6 +22,8 @@ def manageable(parameter: nn.Parameter) -> bool:
     """True if it is real, floating point, dense and not empty; every other parameter is left alone."""
     if nn.parameter.is_lazy(parameter):
         raise UsageError("the model has a lazy parameter without a shape\n  fix:   run one forward before zi.prepare")
+    if is_made_of_others(parameter):
+        return False
     return parameter.is_floating_point() and parameter.layout is torch.strided and local_of(parameter).numel() > 0
 
 
@@ -35,6 +42,10 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, list[tup
             if id(parameter) not in seen and manageable(parameter):
                 seen.add(id(parameter))
                 own.append((f"{module_name}.{name}" if module_name else name, parameter))
+        holder = holder_of(module)
+        if holder is not None and id(holder) not in seen:
+            seen.add(id(holder))
+            own.append((f"{module_name}.{HOLDER}" if module_name else HOLDER, holder))
         if own:
             yield module, module_name, own
 
@@ -48,6 +59,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         moves = isinstance(tensor, nn.Parameter) and manageable(tensor)
+        if isinstance(tensor, PackedTensor):
+            continue
         if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if ATTRIBUTE not in tensor.__dict__:

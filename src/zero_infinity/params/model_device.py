@@ -10,6 +10,7 @@ from zero_infinity.comm.process_group import RankGroup
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
 from zero_infinity.params.offloaded_param import managed, replace_by
+from zero_infinity.params.packed_tensor import PackedTensor
 from zero_infinity.policy.device_room import planned_budget
 from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.tiers.torch_accelerator import TorchAccelerator, indexed
@@ -56,10 +57,10 @@ def move_unmanaged(model: nn.Module, device: torch.device) -> None:
     moved: dict[torch.Tensor, torch.Tensor] = {}  # one buffer may be registered in several modules
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.device != device:
+            if buffer.device != device and not isinstance(buffer, PackedTensor):
                 setattr(module, name, moved.setdefault(buffer, buffer.to(device)))
     for parameter in model.parameters():
-        if managed(parameter) is None and parameter.device != device:
+        if managed(parameter) is None and parameter.device != device and not isinstance(parameter, PackedTensor):
             data = parameter.detach().to(device)
             if HAS_COMPATIBLE_TYPE(parameter, data):
                 parameter.data = data

@@ -63,6 +63,16 @@ class ParameterAccess(Protocol):
     def may_change(self, parameter: ManagedParameter) -> None:
         """The user has a tensor through which the unsharded value may change undetected, now or later."""
 
+    def read(self, parameter: ManagedParameter) -> torch.Tensor:
+        """Return its values in memory, which stay while the tensor or a view of it is alive."""
+
+    def changed(self, parameter: ManagedParameter) -> None:
+        """The values that `read` has returned were changed."""
+
+    @property
+    def makes_state_dict(self) -> bool:
+        """True while a state_dict is made, whose tensors are copies."""
+
 
 def managed(parameter: torch.Tensor) -> ManagedParameter | None:
     """Return what manages a parameter; None for a plain one."""

@@ -46,6 +46,8 @@ def precision_of(
 
     `computed_as_made`: its module computes in the dtype in which the user made it, whatever other modules do.
     """
+    if not own.is_floating_point:  # bytes of packed tensors
+        return Precision(own, own, own)
     stored = _dtype(config.param_dtype) or own
     computed = _dtype(config.compute_dtype) or own
     if computed_as_made:

@@ -9,6 +9,7 @@ from torch import nn
 
 from zero_infinity.errors import UsageError
 from zero_infinity.params.offloaded_param import managed
+from zero_infinity.params.packed_tensor import PackedTensor, values_of
 from zero_infinity.params.unshard import unsharder_of
 
 
@@ -23,9 +24,12 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         raise UsageError("this model is not prepared\n  fix:   zi.prepare(model, optimizer, config)")
     for name, parameter in parameters.items():
         known = managed(parameter)
-        if known is None:
+        if isinstance(parameter, PackedTensor):
+            yield name, values_of(parameter)
+        elif known is None:
             yield name, parameter.detach()
         else:
             with unsharder_of(known).unsharded([known]):
                 yield name, parameter.detach()
-    yield from model.named_buffers()
+    for name, buffer in model.named_buffers():
+        yield name, values_of(buffer) if isinstance(buffer, PackedTensor) else buffer

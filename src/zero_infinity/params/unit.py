@@ -294,8 +294,10 @@ def make_unit(
     unit = Unit(name, dtype, compute_dtype, number, sharding.layout(num_elements, number))
     offset = 0
     for full_name, parameter in members:
-        # One cell per parameter, so that a write to an offloaded parameter that bypasses us is detected.
-        cell = torch.full((), math.nan, dtype=compute_dtype, device=device)
+        # One cell per parameter, so that a write to an offloaded parameter that bypasses us is detected. (Holders of
+        # packed tensors are bytes, and nobody else has them.)
+        placeholder = math.nan if compute_dtype.is_floating_point else 0
+        cell = torch.full((), placeholder, dtype=compute_dtype, device=device)
         local = local_of(parameter)
         known: ManagedParameter | None = parameter.__dict__.get(
             ATTRIBUTE

@@ -136,6 +136,20 @@ class Unsharder:
         """A deep copy of `original` was made."""
         self.owner.on_copy(original, copy)
 
+    def read(self, parameter: ManagedParameter) -> torch.Tensor:
+        """Return its values in memory, which stay while the tensor or a view of it is alive."""
+        return parameter.of(self._flat_of(parameter))
+
+    def changed(self, parameter: ManagedParameter) -> None:
+        """The values that `read` has returned, and that are still alive, were changed."""
+        with held():
+            self.access.store(parameter, self._flat_of(parameter))
+
+    @property
+    def makes_state_dict(self) -> bool:
+        """True while a state_dict is made, whose tensors are copies."""
+        return self._state_dicts.is_open
+
     def may_change(self, parameter: ManagedParameter) -> None:
         """The user has a tensor through which the unsharded value may change undetected, now or later."""
         self.access.may_change(parameter)
@@ -154,6 +168,14 @@ class Unsharder:
                     self.may_change(parameter)
 
     # ------------------------------------------------------------------ inside
+
+    def _flat_of(self, parameter: ManagedParameter) -> torch.Tensor:
+        """Return its unit's elements in memory: the same memory as long as something refers to it."""
+        flat = parameter.unit.state.flat
+        if flat is None:
+            with held():
+                flat = self.access.acquire(parameter.unit)
+        return flat
 
     def _unshard_one(self, parameter: ManagedParameter, *, watched: bool) -> None:
         unit = parameter.unit
@@ -175,7 +197,7 @@ class Unsharder:
     def _put_there(self, parameter: ManagedParameter) -> torch.Tensor | None:
         """Return data that the user has put on the offloaded parameter with `set_`, which cannot be overridden."""
         cell = parameter.cell
-        if cell.device.type == "cpu" and not math.isnan(cell.item()):
+        if cell.device.type == "cpu" and cell.is_floating_point() and not math.isnan(cell.item()):
             raise UsageError(
                 f"parameter {parameter.name!r} was written to while it was offloaded, bypassing the safety net\n"
                 "  fix:   edit parameters inside zi.gathered([...])"

@@ -24,7 +24,7 @@ from zero_infinity._torch import has_gradient_hooks, no_torch_function
 from zero_infinity.byte_sizes import format_bytes, suggest_bytes
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.params.dtensor import is_distributed
-from zero_infinity.params.find_parameters import own_parameters
+from zero_infinity.params.find_parameters import manageable, own_parameters
 from zero_infinity.params.precision import Precision
 from zero_infinity.params.unit import ATTRIBUTE, ManagedParameter, dense_stride, make_unit
 from zero_infinity.policy.alignment import round_up
@@ -118,7 +118,7 @@ def _may_be_cut(weight: nn.Parameter) -> bool:
         is_distributed(weight)
         or weight.dim() != 2
         or hooked
-        or not weight.is_floating_point()
+        or not manageable(weight)
         or weight.layout is not torch.strided
     ):
         return False
