@@ -27,6 +27,7 @@ LAYERS = Topic("layers", -7, "the first gradient")
 RESIDENT = Topic("gradient sum", -8, "parameters that are no part of a unit")
 DEVICE_MEMORY = Topic("device memory", -9, "the device memory for copies")
 EDITS = Topic("edits", -10, "the end of zi.gathered")
+SCALARS = Topic("state gather", -11, "numbers in the states of the optimizer")
 
 NAMES = {
     topic.number: topic.name
@@ -41,6 +42,7 @@ NAMES = {
         RESIDENT,
         DEVICE_MEMORY,
         EDITS,
+        SCALARS,
     )
 }
 # Topics of phases are numbered by a checksum of their names, from here on; other ranks do not know these names.
