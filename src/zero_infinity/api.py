@@ -87,8 +87,9 @@ def prepare(
     Args:
         model: Any module, built normally or inside `init`. One on the meta device is initialised here, layer by layer:
             by its `init_weights()`, else by `reset_parameters()` of each module; all ranks get the values of rank 0.
-        optimizer: A `torch.optim` optimizer over the model's parameters. It must be element-wise: `Adam`, `AdamW`,
-            `SGD` and most others are; `LBFGS`, `SparseAdam`, `Muon` and `Adafactor` are refused. None: for inference.
+        optimizer: An optimizer over the model's parameters that updates each element on its own (`AdamW`, `SGD` and
+            most others), or each parameter (`Muon`, `Adafactor`, SOAP, ...), which it then gets whole. For several see
+            `combine_optimizers`. None: for inference.
         config: The settings; `Config()` if omitted. Must equal the one given to `init`, if the model was built there.
         device: The device to compute on, such as "cuda:1" or "cpu". Default: the accelerator that the model is on;
             for a model on the CPU the current accelerator, if torch finds one. An `EmulatedAccelerator` emulates one.
@@ -105,7 +106,7 @@ def prepare(
 
     Raises:
         CapacityError: The model cannot be trained within the budget. The message names the least `memory`.
-        UsageError: The model is already prepared, or the optimizer is not element-wise.
+        UsageError: The model is already prepared, or the optimizer mixes parameters or needs more than gradients.
     """
     if optimizer is None and activation_group is not None:
         raise UsageError(

@@ -31,7 +31,7 @@ def check_prepare(model: object, optimizer: object, config: object) -> None:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"zi.prepare takes a torch.nn.Module and a torch.optim.Optimizer, and got a {type(model).__name__} and a "
-            f"{type(optimizer).__name__}\n  fix:   zi.prepare(model, optimizer, config)"
+            f"{type(optimizer).__name__}\n  fix:   zi.prepare(model, optimizer, config); several: zi.combine_optimizers"
         )
     check_config(config)
 

@@ -177,6 +177,7 @@ class TrainingEngine:
         self.settle()
         for source in self._sources():
             source.write_home()
+        self.state_io.share_scalars()
         for unit, record in self.records.items():
             for managed in unit.parameters:
                 if record.has_master and managed.state.is_edited and managed in record.state_names:

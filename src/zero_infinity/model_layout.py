@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.optim.no_updates import is_trained
-from zero_infinity.optim.state_records import StateRecord, StateRecordMaker
+from zero_infinity.optim.state_records import StateRecord, make_record
+from zero_infinity.optim.update_kind import UpdateKinds
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.environment import TrainingEnvironment
 from zero_infinity.params.find_parameters import find_parameters
 from zero_infinity.params.unit import ManagedParameter, Unit, make_unit
 from zero_infinity.params.unshard import ParameterOwner, unsharder_of
-from zero_infinity.policy.alignment import round_up
+from zero_infinity.policy.alignment import round_up, round_up_elements
 from zero_infinity.policy.chunk_size import MAX_CHUNK_BYTES
 from zero_infinity.policy.device_homes import DeviceDivision, DeviceUnit, divide_device
 from zero_infinity.policy.homes import Home
@@ -70,11 +71,12 @@ def plan_layout(
     model: nn.Module, optimizer: Optimizer, environment: TrainingEnvironment, recomputed: Sequence[nn.Module]
 ) -> ModelLayout:
     """Use whole layers if they fit, so that nothing changes for such a model; otherwise use tiles."""
+    kinds = UpdateKinds(optimizer)  # probed once, also if the model is laid out again
     if environment.config.tile_above is not None:
-        return _lay_out(model, optimizer, environment, recomputed, Tiling(environment.config.tile_above))
+        return _lay_out(model, kinds, environment, recomputed, Tiling(environment.config.tile_above))
     found: ModelLayout | None = None
     try:
-        found = _lay_out(model, optimizer, environment, recomputed, None)
+        found = _lay_out(model, kinds, environment, recomputed, None)
     except CapacityError:
         found = None
     finally:
@@ -82,7 +84,7 @@ def plan_layout(
             "whether layers fit whole", int(found is not None)
         ):
             found = None
-    return found or _lay_out(model, optimizer, environment, recomputed, Tiling.by_default(environment.least_budget))
+    return found or _lay_out(model, kinds, environment, recomputed, Tiling.by_default(environment.least_budget))
 
 
 def is_copied(unit: Unit) -> bool:
@@ -92,18 +94,18 @@ def is_copied(unit: Unit) -> bool:
 
 def _lay_out(
     model: nn.Module,
-    optimizer: Optimizer,
+    kinds: UpdateKinds,
     environment: TrainingEnvironment,
     recomputed: Sequence[nn.Module],
     tiling: Tiling | None,
 ) -> ModelLayout:
-    config, accelerator, trains = environment.config, environment.accelerator, is_trained(optimizer)
-    sorting = _Sorting(model, environment, tiling)
+    config, accelerator, trains = environment.config, environment.accelerator, is_trained(kinds.optimizer)
+    sorting = _Sorting(model, environment, tiling, kinds)
     owners, replaced = sorting.owners, list(sorting.replaced)
     units = list(dict.fromkeys(p.unit for members in owners.values() for p in members))
     managed = {p.parameter: p.whole or p for unit in units for p in unit.parameters}
-    unmanaged = _assign_groups(optimizer, managed, list(model.parameters()))
-    records = _make_records(units, optimizer, environment)
+    unmanaged = _assign_groups(kinds.optimizer, managed, list(model.parameters()))
+    records = _make_records(units, kinds, environment)
     whole_gradients = environment.sharding.keeps_whole_gradients
     sizes = [_size(unit, records.get(unit), environment) for unit in units]
     owners_before = {unsharder_of(p).owner for unit in {*units, *replaced} for p in unit.parameters if unit.is_stored}
@@ -115,7 +117,10 @@ def _lay_out(
     least_on_device = max((sum(map(copy_size, group)) for group in together), default=0)
     if accelerator is not None:
         _check_device_room(together, environment.device_memory or 0)
-    on_device = _divide_device(dict(zip(units, sizes, strict=True)), together, buffers, environment, trains=trains)
+    updated_whole = {unit for unit, record in records.items() if record.wholes}
+    on_device = _divide_device(
+        dict(zip(units, sizes, strict=True)), together, buffers, environment, updated_whole, trains=trains
+    )
     at_home = on_device.at_home if on_device is not None else [False] * len(units)
     staying = {unit for unit, is_home in zip(units, at_home, strict=True) if is_home}
     on_host = [unit for unit in units if unit not in staying]
@@ -155,13 +160,18 @@ def _lay_out(
 class _Sorting:
     """Sorts the parameters of a model into units and tiles."""
 
-    def __init__(self, model: nn.Module, environment: TrainingEnvironment, tiling: Tiling | None) -> None:
+    def __init__(
+        self, model: nn.Module, environment: TrainingEnvironment, tiling: Tiling | None, kinds: UpdateKinds
+    ) -> None:
         self.owners: Owners = {}
         self.replaced: dict[Unit, None] = {}
         self.tiled: dict[ManagedParameter, bool] = {}
         self.computed: set[torch.dtype] = set()
+        self._kinds = kinds
         self._environment = environment
         self._tiling = tiling
+        self._groups = kinds.groups()
+        self._loads = [0] * environment.sharding.partition.num_ranks  # elements of units that one rank updates
         self._tileable = find_tileable(model) if tiling is not None else {}
         self._numbers = _numbers_after(model)
         for module, name, parameters in find_parameters(model):
@@ -174,9 +184,11 @@ class _Sorting:
         torn_up = {
             known.unit
             for p, rows in num_rows.items()
-            if p in self._tileable
-            and (known := offloaded_param.managed(p)) is not None
-            and rows != known.rows_of_a_tile
+            if (known := offloaded_param.managed(p)) is not None
+            and (
+                (p in self._tileable and rows != known.rows_of_a_tile)
+                or (self._is_whole(module, p) and sum(map(bool, map(len, known.spans))) > 1)
+            )
         }
         fresh: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for full_name, parameter in parameters:
@@ -203,9 +215,23 @@ class _Sorting:
             self.owners[module] = mine
 
     def _rows_of_a_tile(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-        if self._tiling is None or parameter not in self._tileable:
+        if self._tiling is None or parameter not in self._tileable or self._is_whole(module, parameter):
             return None
         return self._tiling.rows(name, parameter.shape, self._environment.precision_of(parameter.dtype, module))
+
+    def _is_whole(self, module: nn.Module, parameter: nn.Parameter) -> bool:
+        """True if its optimizer must see it whole."""
+        stored = self._environment.precision_of(parameter.dtype, module).stored
+        dtype = self._environment.precision_of(stored).optimized
+        return parameter in self._groups and self._kinds.is_whole(self._groups[parameter], dtype)
+
+    def _owner(self, module: nn.Module, members: list[tuple[str, nn.Parameter]]) -> int | None:
+        """Return the rank that updates a unit which may not be cut: the one with the least to update so far."""
+        if not any(self._is_whole(module, parameter) for _, parameter in members):
+            return None
+        owner = self._loads.index(min(self._loads))
+        self._loads[owner] += sum(parameter.numel() for _, parameter in members)
+        return owner
 
     def _stays(self, module: nn.Module, known: ManagedParameter, rows: int | None) -> bool:
         dtypes = self._environment.precision_of(known.parameter.dtype, module)
@@ -240,6 +266,7 @@ class _Sorting:
             device=self._environment.device,
             number=next(self._numbers),
             sharding=self._environment.sharding,
+            owner=self._owner(module, members),
         )
 
 
@@ -269,20 +296,20 @@ def _assign_groups(
 
 
 def _make_records(
-    units: Iterable[Unit], optimizer: Optimizer, environment: TrainingEnvironment
+    units: Iterable[Unit], kinds: UpdateKinds, environment: TrainingEnvironment
 ) -> dict[Unit, StateRecord]:
-    maker = StateRecordMaker(optimizer)
-    made = {unit: maker.make(unit, environment.precision_of(unit.dtype).optimized) for unit in units}
+    made = {unit: make_record(unit, environment.precision_of(unit.dtype).optimized, kinds) for unit in units}
     return {unit: record for unit, record in made.items() if record is not None}
 
 
 def _size(unit: Unit, record: StateRecord | None, environment: TrainingEnvironment) -> UnitSize:
     trained = updated = 0
     widths = ElementBytes(unit.dtype.itemsize, record=0, gradient=0)
+    wholes: dict[ManagedParameter, int] = {}
     if record is not None:
         trained, updated = record.num_elements(Span(0, unit.num_elements)), record.num_elements(unit.owned)
-        widths = record.widths
-    return unit_size(
+        widths, wholes = record.widths, record.whole_sizes(unit.owned)
+    size = unit_size(
         unit.name,
         UnitElements(len(unit.stored), trained, updated),
         widths,
@@ -292,6 +319,15 @@ def _size(unit: Unit, record: StateRecord | None, environment: TrainingEnvironme
         copied=copy_size(unit) if environment.accelerator is None and is_copied(unit) else 0,
         home=unit.the_block().home if unit.is_stored else None,
     )
+    if not wholes:
+        return size
+    in_slices = updated - sum(round_up_elements(parameter.num_elements) for parameter in wholes)
+    needed = [
+        round_up(num_bytes) + round_up(round_up_elements(parameter.num_elements) * widths.gradient)
+        for parameter, num_bytes in wholes.items()
+    ]
+    record_bytes = in_slices * widths.record + sum(wholes.values())
+    return replace(size, record=record_bytes, num_wholes=len(wholes), largest_whole=max(needed))
 
 
 def _needed_together(owners: Owners, recomputed: Iterable[nn.Module]) -> list[list[Unit]]:
@@ -336,10 +372,14 @@ def _divide_device(
     together: Sequence[Sequence[Unit]],
     buffers: SharedBuffers,
     environment: TrainingEnvironment,
+    updated_whole: Collection[Unit],
     *,
     trains: bool,
 ) -> DeviceDivision | None:
-    """Choose the units that live on the accelerator, the same on every rank."""
+    """Choose the units that live on the accelerator, the same on every rank.
+
+    Those of which a parameter is `updated_whole`, in its true shape, live on the host.
+    """
     sharding = environment.sharding
     by_owner = sharding.is_distributed and sharding.partition.kind == "owner"  # then ranks have other sizes
     # Without a number, device memory is what activations leave, which is not known yet: homes could not give it back.
@@ -354,7 +394,7 @@ def _divide_device(
             copy=copy_size(unit),
             copy_at_home=copy_size(unit) if is_copied(unit) else 0,
             on_host=size.total(MAX_CHUNK_BYTES),
-            may_move=all(parameter.whole is None for parameter in unit.parameters),
+            may_move=unit not in updated_whole and all(parameter.whole is None for parameter in unit.parameters),
         )
         for unit, size in sizes.items()
     ]

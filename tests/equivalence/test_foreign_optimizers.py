@@ -39,13 +39,14 @@ WORKING: dict[str, Make] = {
     "ADOPT": of(pytorch_optimizer.ADOPT),
     "AdEMAMix": of(pytorch_optimizer.AdEMAMix),
     "Lion": of(pytorch_optimizer.Lion),
+    "SOAP": of(pytorch_optimizer.SOAP),  # lists of factors in its states
+    "Shampoo": of(pytorch_optimizer.Shampoo),
+    "StableAdamW": of(optimi.StableAdamW),
 }
 REFUSED: dict[str, tuple[Make, str]] = {
-    "SOAP": (of(pytorch_optimizer.SOAP), "updating a slice of a parameter differs"),
+    "ScalableShampoo": (of(pytorch_optimizer.ScalableShampoo), "state 'pre_conditioner' is a PreConditioner"),
     "Prodigy": (of(pytorch_optimizer.Prodigy), "in its parameter group from all gradients"),
-    "StableAdamW": (of(optimi.StableAdamW), "updating a slice of a parameter differs"),
     "ScheduleFreeAdamW": (of(pytorch_optimizer.ScheduleFreeAdamW), r"train\(\) and eval\(\)"),
-    "Shampoo": (of(pytorch_optimizer.Shampoo), "does not have the parameter's shape"),
 }
 
 

@@ -1,4 +1,7 @@
-"""Every element-wise optimizer of torch, its options, schedulers and states: bit-identical, or refused with the reason."""
+"""Every element-wise optimizer of torch, its options, schedulers and states: bit-identical, or refused with the reason.
+
+Those that need whole parameters are in `test_whole_parameters.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ from support.compare import (
     same_bits,
     training,
 )
-from support.device import DEVICE
 from support.models import ConvNet, images, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
@@ -356,49 +358,15 @@ def prepared(make_optimizer: MakeOptimizer, directory: Path) -> Optimizer:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (torch.optim.Adafactor, "row and column statistics"),
-        (torch.optim.Muon, "orthogonalises whole matrices"),
         (torch.optim.LBFGS, "closure"),
         (torch.optim.SparseAdam, "sparse gradients"),
     ],
 )
-def test_what_is_not_element_wise_is_refused(kind: type[Optimizer], reason: str, tmp_path: Path) -> None:
+def test_what_needs_more_than_updates_is_refused(kind: type[Optimizer], reason: str, tmp_path: Path) -> None:
     with pytest.raises(zi.UsageError, match=reason) as refusal:
         prepared(of(kind, lr=1e-2), tmp_path)
     assert kind.__name__ in str(refusal.value)
     assert "fix:" in str(refusal.value)
-
-
-class Normalised(torch.optim.SGD):
-    """Divides by the norm of the whole gradient, as LARS and LAMB do: not element-wise."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(p.grad.norm())
-        super().step(closure)
-
-
-class Factored(Optimizer):
-    """Keeps one value per row."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0], device=DEVICE))
-                rows.add_(p.grad.square().reshape(p.shape[0], -1).mean(1))
-                p.sub_(group["lr"] * p.grad / (rows.sqrt().mean() + 1))
-
-
-@pytest.mark.parametrize("kind", [Normalised, Factored])
-def test_a_users_own_optimizer_that_looks_at_whole_tensors_is_refused(kind: type[Optimizer], tmp_path: Path) -> None:
-    with pytest.raises(zi.UsageError, match=kind.__name__):
-        prepared(of(kind, lr=1e-2), tmp_path)
 
 
 class SignMomentum(Optimizer):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _muon
 from torch.utils.checkpoint import checkpoint
 
 import zero_infinity as zi
@@ -129,11 +129,28 @@ MODELS: dict[str, Case] = {
     "recomputed": Case(lambda: Checkpointed(reentrant=False), vectors(), mean_square),
 }
 
+
+def muon_and_adamw(model: nn.Module) -> Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return zi.combine_optimizers(torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2, eps=1e-4))
+
+
+def soap(model: nn.Module) -> Optimizer:
+    """Keeps lists of factors, and numbers in its states and groups."""
+    import pytorch_optimizer
+
+    return pytorch_optimizer.SOAP(model.parameters(), lr=1e-2, precondition_frequency=1)
+
+
 # An epsilon that noise in gradients which are zero (a bias in front of a norm) does not get past.
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, eps=1e-4),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "muon": muon_and_adamw,
+    "soap": soap,
 }
 
 
@@ -631,7 +648,9 @@ def overflow(rank: int, num_ranks: int, every: list[dict[str, Any]]) -> list[tup
     return outcomes
 
 
-def build(rank: int, num_ranks: int, name: str, every: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def build(
+    rank: int, num_ranks: int, name: str, every: list[dict[str, Any]], optimizer: str = "adamw"
+) -> list[tuple[Any, ...]]:
     """Build a model inside zi.init, and train it."""
     small_blocks()
     outcomes = []
@@ -645,7 +664,31 @@ def build(rank: int, num_ranks: int, name: str, every: list[dict[str, Any]]) -> 
         run = Prepared.__new__(Prepared)
         Training.__init__(run, job, num_ranks)
         run.rank = rank
-        run.model, run.optimizer = zi.prepare(model, OPTIMIZERS["adamw"](model), config)
+        run.model, run.optimizer = zi.prepare(model, OPTIMIZERS[optimizer](model), config)
         steps(run)
         outcomes.append((built, run.result(), zi.stats(run.model)))
     return outcomes
+
+
+def orthogonalise(rank: int, num_ranks: int, every: list[dict[str, Any]]) -> list[list[tuple[int, ...]]]:
+    """Train with Muon; return the shapes that this rank has orthogonalised in two steps of two backwards each."""
+    small_blocks()
+    found = []
+    for settings in every:
+        run = Prepared(Job(steps, optimizer="muon", settings=settings), rank, num_ranks)
+        shapes: list[tuple[int, ...]] = []
+        plain = _muon._zeropower_via_newtonschulz
+
+        def count(gradient: torch.Tensor, *args: Any, shapes: Any = shapes, plain: Any = plain) -> torch.Tensor:
+            shapes.append(tuple(gradient.shape))
+            result: torch.Tensor = plain(gradient, *args)
+            return result
+
+        with mock.patch.object(_muon, "_zeropower_via_newtonschulz", count):
+            for number in range(4):
+                run.backward(number)
+                if number % 2:
+                    run.step()
+            zi.synchronize(run.model)
+        found.append(shapes)
+    return found

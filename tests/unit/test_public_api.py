@@ -38,6 +38,7 @@ def test_all_is_what_we_promise() -> None:
         "ZeroInfinityError",
         "__version__",
         "clip_grad_norm_",
+        "combine_optimizers",
         "export",
         "gathered",
         "init",

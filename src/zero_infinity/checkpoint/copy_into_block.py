@@ -47,20 +47,18 @@ def to_file_bytes(value: torch.Tensor, dtype: str) -> memoryview:
 # ---------------------------------------------------------------------- from files into blocks
 
 
-def copies_into_block(part: TensorPart, dtype: torch.dtype, source: TensorSource) -> Iterator[BlockCopy]:
-    """Copies that together fill a part of a block whose elements are of `dtype`."""
-    if isinstance(source, StoredTensor) and source.order == order_of(part.owner):
+def copies_into_block(part: TensorPart, source: TensorSource) -> Iterator[BlockCopy]:
+    """Copies that together fill a part of a block."""
+    if isinstance(source, StoredTensor) and source.order == order_of(part.form):
         for number in source.pieces(part.start, part.stop):
-            yield partial(_copy_piece, source, number, part, dtype)
+            yield partial(_copy_piece, source, number, part)
     else:
-        yield partial(_copy_whole, source, part, dtype)
+        yield partial(_copy_whole, source, part)
 
 
-def _copy_piece(
-    source: StoredTensor, number: int, part: TensorPart, dtype: torch.dtype, block: BlockBytes, room: memoryview
-) -> None:
+def _copy_piece(source: StoredTensor, number: int, part: TensorPart, block: BlockBytes, room: memoryview) -> None:
     """Copy the elements of a part that are in one piece."""
-    whole = source.elements(number)
+    whole, dtype = source.elements(number), part.dtype
     is_inside = part.start <= whole.start and whole.stop <= part.stop
     if isinstance(block, memoryview) and source.dtype == dtype and is_inside:
         # No tensors here: each torch operation releases the GIL, and twelve threads would queue for it.
@@ -68,7 +66,7 @@ def _copy_piece(
         place = block[(before + whole.start) * dtype.itemsize : (before + whole.stop) * dtype.itemsize]
         if source.read_into(number, place):
             return
-    target = _elements(part, dtype, block)
+    target = _elements(part, block)
 
     def copy(elements: torch.Tensor, first: int) -> None:
         start, stop = max(first, part.start), min(first + len(elements), part.stop)
@@ -78,16 +76,16 @@ def _copy_piece(
     source.read_piece(number, room, copy)
 
 
-def _copy_whole(
-    source: TensorSource, part: TensorPart, dtype: torch.dtype, block: BlockBytes, room: memoryview
-) -> None:
+def _copy_whole(source: TensorSource, part: TensorPart, block: BlockBytes, room: memoryview) -> None:
     whole = source.whole(room) if isinstance(source, StoredTensor) else source
-    owner = part.owner.whole or part.owner
+    form = part.owner.whole or part.form
     with torch.no_grad():
-        _elements(part, dtype, block).copy_(owner.flattened(whole)[part.start : part.stop])
+        _elements(part, block).copy_(form.flattened(whole)[part.start : part.stop])
 
 
-def _elements(part: TensorPart, dtype: torch.dtype, block: BlockBytes) -> torch.Tensor:
+def _elements(part: TensorPart, block: BlockBytes) -> torch.Tensor:
     """The elements of a part within its block."""
-    elements = block.view(dtype) if isinstance(block, torch.Tensor) else torch.frombuffer(block, dtype=dtype)
-    return elements[part.at : part.at + part.stop - part.start]
+    first, num_elements = part.at * part.dtype.itemsize, part.stop - part.start
+    if isinstance(block, torch.Tensor):
+        return block[first : first + num_elements * part.dtype.itemsize].view(part.dtype)
+    return torch.frombuffer(block, dtype=part.dtype, offset=first, count=num_elements)

@@ -108,7 +108,7 @@ class PretrainedLoad:
         """Bytes that go into this rank's blocks. Does not ask for sources: that would run conversions."""
         contents = self._contents
         return sum(
-            (part.stop - part.start) * content.dtype.itemsize
+            part.num_bytes
             for unit in contents.units
             for content in (contents.of_unit(unit), *contents.of_record(unit, {}))
             for part in content.parts

@@ -17,11 +17,13 @@ from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, StateEntry
 from zero_infinity.checkpoint.training_view import WeightsView
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.state_records import MASTER, StateRecord
+from zero_infinity.optim.state_slots import TensorForm
 from zero_infinity.params.dtensor import is_distributed
 from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.packed_layers import HOLDER, holder_of
 from zero_infinity.params.packed_tensor import PackedTensor
 from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.partition import Span
 from zero_infinity.storage.block import Block
 
 Key = tuple[str, str]  # section and name
@@ -34,9 +36,22 @@ class TensorPart:
     key: Key
     start: int
     stop: int
-    at: int  # in elements of the block
+    at: int  # in elements of `dtype` from the start of the block
+    dtype: torch.dtype
     owner: ManagedParameter
+    form: ManagedParameter | TensorForm  # shape and memory order of the tensor
     is_derived: bool = False  # rounded from a master copy, which is saved instead
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    def elements_of_rank(self, rank: int) -> Span:
+        """The elements that this rank writes into a checkpoint: its own part, or all of what it updates whole."""
+        mine, begin = self.owner.spans[rank], first_element(self.owner)
+        if self.form is not self.owner:
+            return Span(self.start, self.stop if len(mine) else self.start)
+        return Span(self.start, self.stop).overlap(begin + mine.start, begin + mine.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +59,6 @@ class BlockContent:
     """What one block holds."""
 
     block: Block
-    dtype: torch.dtype
     parts: tuple[TensorPart, ...]
 
 
@@ -97,10 +111,11 @@ class ModelContents:
                 start = first_element(known) + mine.start - known.offset
                 derived = record is not None and record.has_master and known in record.state_names
                 key = (MODEL, self.first_name(known))
+                at = mine.start - unit.stored.start
                 parts.append(
-                    TensorPart(key, start, start + len(mine), mine.start - unit.stored.start, known, is_derived=derived)
+                    TensorPart(key, start, start + len(mine), at, unit.dtype, known, known, is_derived=derived)
                 )
-        return BlockContent(unit.the_block(), unit.dtype, tuple(parts))
+        return BlockContent(unit.the_block(), tuple(parts))
 
     def of_record(self, unit: Unit, states: Mapping[str, StateEntry]) -> Iterator[BlockContent]:
         """The blocks of a unit's optimizer record: its master copies, and the states of the parameters in `states`."""
@@ -112,13 +127,15 @@ class ModelContents:
             for segment in filter(lambda segment: self._holds(segment.parameter), chunk.segments):
                 name = self.first_name(segment.parameter)
                 first = first_element(segment.parameter)
-                slots = states[name].slots if name in states else ()
-                for slot in (*((MASTER,) if record.has_master else ()), *slots):
-                    key = (MODEL, name) if slot == MASTER else (OPTIMIZER, state_key(slot, name))
-                    at = chunk.slots.index(slot) * chunk.num_elements + segment.offset
-                    parts.append(TensorPart(key, first + segment.start, first + segment.stop, at, segment.parameter))
+                for slot_name in (*record.master, *(states[name].slots if name in states else ())):
+                    key = (MODEL, name) if slot_name == MASTER else (OPTIMIZER, state_key(slot_name, name))
+                    slot, owner = chunk.slots[slot_name], segment.parameter
+                    at, start, stop = slot.start // slot.dtype.itemsize, 0, slot.num_elements
+                    if slot.form is None:
+                        at, start, stop = at + segment.offset, first + segment.start, first + segment.stop
+                    parts.append(TensorPart(key, start, stop, at, slot.dtype, owner, slot.form or owner))
             if parts:
-                yield BlockContent(chunk.record, record.dtype, tuple(parts))
+                yield BlockContent(chunk.record, tuple(parts))
 
     def value_dtype(self, known: ManagedParameter) -> torch.dtype:
         """The dtype in which a parameter is saved."""
@@ -182,14 +199,14 @@ def first_element(known: ManagedParameter) -> int:
     return known.first_row * known.shape[1:].numel() if known.whole is not None else 0
 
 
-def order_of(known: ManagedParameter) -> tuple[int, ...] | None:
+def order_of(known: ManagedParameter | TensorForm) -> tuple[int, ...] | None:
     """The dimensions in memory order; None if that is row-major."""
     sizes = zip(known.stride, known.shape, range(len(known.shape)), strict=True)
     order = tuple(number for _, _, number in sorted(sizes, key=lambda item: (-item[0], -item[1], item[2])))
     return None if order == tuple(range(len(order))) or _is_row_major(known) else order
 
 
-def _is_row_major(known: ManagedParameter) -> bool:
+def _is_row_major(known: ManagedParameter | TensorForm) -> bool:
     expected = 1
     for size, stride in zip(reversed(known.shape), reversed(known.stride), strict=True):
         if size != 1 and stride != expected:

@@ -39,7 +39,7 @@ class FillTask:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.stop - part.start for part in self.parts) * self.content.dtype.itemsize
+        return sum(part.num_bytes for part in self.parts)
 
 
 @dataclass(eq=False, slots=True)
@@ -101,8 +101,7 @@ class ShardReader:
         for task in tasks:
             if not task.parts:
                 continue
-            dtype = task.content.dtype
-            copies = [copy for part in task.parts for copy in copies_into_block(part, dtype, task.sources[part.key])]
+            copies = [copy for part in task.parts for copy in copies_into_block(part, task.sources[part.key])]
             opened = self._begin(task, len(copies))
             for copy in copies:
                 yield partial(self._do, opened, copy)

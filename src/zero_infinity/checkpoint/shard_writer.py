@@ -24,7 +24,7 @@ from zero_infinity.checkpoint.file_io import OpenFile, congruent
 from zero_infinity.checkpoint.file_layout import FilePlace, WrittenPart
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, ProgressMeter
 from zero_infinity.checkpoint.manifest import PIECE_BYTES
-from zero_infinity.checkpoint.rank_parts import BlockContent, Key, first_element
+from zero_infinity.checkpoint.rank_parts import BlockContent, Key
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.policy.homes import Home
 from zero_infinity.storage.block import Block
@@ -59,7 +59,9 @@ class ShardWriter:
 
     def num_bytes(self, contents: Iterable[BlockContent]) -> int:
         """Bytes that this rank will write of these blocks."""
-        return sum((last - first) * c.dtype.itemsize for c in contents for _, first, last in self._mine(c))
+        return sum(
+            (last - first) * c.parts[number].dtype.itemsize for c in contents for number, first, last in self._mine(c)
+        )
 
     # ------------------------------------------------------------------ in the foreground
 
@@ -131,16 +133,16 @@ class ShardWriter:
     def _mine(self, content: BlockContent) -> Iterator[tuple[int, int, int]]:
         """The parts that this rank writes: index of the part, first and last element in the tensor."""
         for number, part in enumerate(content.parts):
-            mine, begin = part.owner.spans[self._rank], first_element(part.owner)
-            first, last = max(part.start, begin + mine.start), min(part.stop, begin + mine.stop)
-            if first < last and not part.is_derived:
-                yield number, first, last
+            mine = part.elements_of_rank(self._rank)
+            if len(mine) and not part.is_derived:
+                yield number, mine.start, mine.stop
 
     def _block_jobs(self, content: BlockContent, thread_pool: IOThreadPool) -> Iterator[Job]:
-        store, block, width = self._store, content.block, content.dtype.itemsize
+        store, block = self._store, content.block
         most = PIECE_BYTES if block.home is Home.RAM else thread_pool.room_bytes
         for number, first, last in self._mine(content):
             part = content.parts[number]
+            width = part.dtype.itemsize
             in_block = (part.at - part.start) * width  # block offset minus tensor offset
             for start, stop in cut(first * width, last * width, most):
 

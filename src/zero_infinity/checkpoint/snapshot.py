@@ -37,6 +37,7 @@ from zero_infinity.checkpoint.rank_parts import (
 )
 from zero_infinity.checkpoint.safetensors_header import NAMES
 from zero_infinity.checkpoint.training_view import TrainingView
+from zero_infinity.optim.state_slots import TensorForm
 from zero_infinity.optim.update_rule import copy_scalars, split_state
 from zero_infinity.params.unit import ManagedParameter
 
@@ -102,7 +103,7 @@ class Snapshot:
             for slot in state.slots:
                 key = (OPTIMIZER, state_key(slot, name))
                 if owner is not None:
-                    kinds[key] = _kind(owner, self._contents.records[owner.parts[0].unit].dtype)
+                    kinds[key] = _kind_of_state(self._contents, owner, slot)
                 else:
                     parameter = next(p for p, names in self._contents.names.items() if names[0] == name)
                     value = self.values[key] = as_real(self._view.user_optimizer.state[parameter][slot])
@@ -123,7 +124,13 @@ class Snapshot:
         return OptimizerEntry(type(optimizer).__name__, groups, self._states)
 
 
-def _kind(known: ManagedParameter, dtype: torch.dtype) -> TensorKind:
+def _kind_of_state(contents: ModelContents, owner: ManagedParameter, slot: str) -> TensorKind:
+    record = contents.records[owner.parts[0].unit]
+    whole = record.wholes.get(owner)
+    return _kind(owner, record.dtype) if whole is None else _kind(whole.forms[slot], whole.forms[slot].dtype)
+
+
+def _kind(known: ManagedParameter | TensorForm, dtype: torch.dtype) -> TensorKind:
     order = order_of(known)
     shape = tuple(known.shape) if order is None else tuple(known.shape[number] for number in order)
     return TensorKind(NAMES[dtype], shape, order)

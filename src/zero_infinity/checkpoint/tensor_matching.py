@@ -106,12 +106,16 @@ def _match_optimizer(
             continue
         known = contents.managed.get(name)
         if known is not None:
-            wanted = contents.records[known.parts[0].unit].state_names.get(known.parts[0], ())
-            if sorted(wanted) != sorted(state.slots):
+            record = contents.records[known.parts[0].unit]
+            wanted = record.state_names.get(known.parts[0], ())
+            whole = record.wholes.get(known)  # some of its states may come in later steps
+            if not set(state.slots) <= set(wanted) or (whole is None and len(wanted) > len(state.slots)):
                 problems.add("different states", [f"{name} {list(state.slots)}, in the optimizer {list(wanted)}"])
+                continue
         for slot in state.slots:
             source = checkpoint.tensors.get((OPTIMIZER, state_key(slot, saved_name)))
-            if source is None or (known is not None and source.true_shape != tuple(known.shape)):
+            shape = tuple(record.form_of(known, slot).shape) if known is not None else None
+            if source is None or (shape is not None and source.true_shape != shape):
                 problems.add("states that are missing or have different shapes", [f"{slot} of {name}"])
             else:
                 result.sources[OPTIMIZER, state_key(slot, name)] = source

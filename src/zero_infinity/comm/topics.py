@@ -29,6 +29,7 @@ DEVICE_MEMORY = Topic("device memory", -9, "the device memory for copies")
 EDITS = Topic("edits", -10, "the end of zi.gathered")
 EXISTING_GRADIENTS = Topic("gradients", -11, "which parameters have a gradient (p.grad)")
 UPDATED = Topic("parameter gather", -12, "updated parameters on devices")
+SCALARS = Topic("state gather", -13, "numbers in the states of the optimizer")
 
 NAMES = {
     topic.number: topic.name
@@ -45,6 +46,7 @@ NAMES = {
         EDITS,
         EXISTING_GRADIENTS,
         UPDATED,
+        SCALARS,
     )
 }
 # Topics of phases are numbered by a checksum of their names, from here on; other ranks do not know these names.

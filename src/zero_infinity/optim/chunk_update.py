@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from zero_infinity.one_core_thread import cores
 from zero_infinity.optim.flat_gradient import FlatGradient
+from zero_infinity.optim.nested_state import flat_state, nested_state, plain_values_of, tensors_of
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
+from zero_infinity.optim.state_slots import TensorForm, check_forms
 from zero_infinity.optim.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.storage.block import Block
@@ -86,6 +89,8 @@ class UnitUpdate:
     done: Callable[[], None]
     postponed: PostponedGradients = field(default_factory=PostponedGradients)
     keeps_gradients: bool = False  # retained gradients, multiplied by `factors`, stay in their blocks
+    # Of the thread that submits it: sums over a whole parameter depend on how many threads share them.
+    num_threads: int = field(default_factory=torch.get_num_threads)
     _states: list[tuple[ManagedParameter, tuple[str, ...], Scalars]] = field(default_factory=list)
 
     @property
@@ -173,31 +178,55 @@ class UnitUpdate:
         first = parameter.offset + segment.start - record.unit.stored.start
         stored = values[first : first + segment.stop - segment.start]
         slots = {
-            name: chunk.slot(states, name, record.dtype)[segment.offset : segment.offset + len(stored)]
-            for name in ((MASTER,) if record.has_master else ()) + record.state_names[parameter]
+            name: chunk.state(states, name, segment)
+            for name in record.master + record.state_names[parameter]
             if states is not None
         }
-        master = slots.pop(MASTER, stored)
+        master = slots.pop(MASTER) if record.has_master else stored
         if record.has_master and parameter.state.is_edited:
             take_edits(master, stored)
         gradient = gradient.to(record.dtype)
         for factor in self.factors:
             gradient.mul_(factor)
-        known = parameter in record.started
-        result = self.rule.apply(
-            master,
-            gradient,
-            slots if known else {},
-            copy_scalars(record.scalars[parameter]) if known else {},
-            self.hyperparameters[parameter],
-        )
-        tensors, scalars = split_state(result, master.shape)
+        update = self._update_whole if parameter in record.wholes else self._update_slice
+        new = update(parameter, master, gradient, slots)
+        if record.has_master:
+            stored.copy_(master)
+        return new
+
+    def _update_slice(
+        self, parameter: ManagedParameter, values: torch.Tensor, gradient: torch.Tensor, slots: dict[str, torch.Tensor]
+    ) -> tuple[tuple[str, ...], Scalars]:
+        known = parameter in self.record.started
+        scalars = copy_scalars(self.record.scalars[parameter]) if known else {}
+        settings = self.hyperparameters[parameter]
+        result = self.rule.apply(values, gradient, slots if known else {}, scalars, settings)
+        tensors, scalars = split_state(result, values.shape)
         for name, tensor in tensors.items():
             if tensor.data_ptr() != slots[name].data_ptr():
                 slots[name].copy_(tensor)
-        if record.has_master:
-            stored.copy_(master)
         return tuple(result), scalars
+
+    def _update_whole(
+        self, parameter: ManagedParameter, values: torch.Tensor, gradient: torch.Tensor, slots: dict[str, torch.Tensor]
+    ) -> tuple[tuple[str, ...], Scalars]:
+        names, scalars = self.record.started.get(parameter, ()), self.record.scalars.get(parameter, {})
+        forms = self.record.wholes[parameter].forms
+        kept: dict[str, Any] = {n: forms[n].of(slots[n]) if n in forms else scalars[n] for n in names}
+        own = TensorForm(parameter.shape, parameter.stride, values.dtype)
+        with cores(self.num_threads):
+            result = self.rule.apply(
+                own.of(values), own.of(gradient), nested_state(kept), {}, self.hyperparameters[parameter]
+            )
+        new = flat_state(result)
+        check_forms(parameter.name, tensors_of(new), forms)
+        # All are read before any is written: an optimizer may have exchanged two of them.
+        changed = {name: tensor for name, tensor in tensors_of(new).items() if tensor is not kept.get(name)}
+        is_kept = {tensor.data_ptr() for tensor in tensors_of(kept).values()}
+        copies = {name: tensor.clone() if tensor.data_ptr() in is_kept else tensor for name, tensor in changed.items()}
+        for name, tensor in copies.items():
+            forms[name].of(slots[name]).copy_(tensor)
+        return tuple(new), plain_values_of(new)
 
 
 @dataclass(slots=True)
@@ -249,8 +278,11 @@ def advanced(
 ) -> tuple[tuple[str, ...], Scalars]:
     """Count the step of a parameter whose elements are all on other ranks: scalars are the same on every rank.
 
-    Returns the names in its state, and the scalars.
+    Those of a parameter that is updated whole may depend on its gradient: the others ask its rank when they need them
+    (`optimizer_state_io.py: share_scalars`). Returns the names in its state, and the scalars.
     """
+    if parameter in record.wholes:
+        return record.wholes[parameter].names, {}
     nothing = torch.empty(0, dtype=record.dtype)
     known = parameter in record.started
     state = {name: nothing.clone() for name in record.state_names[parameter]} if known else {}

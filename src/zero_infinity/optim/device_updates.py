@@ -101,8 +101,8 @@ class DeviceUpdates:
                 first = parameter.offset + segment.start - unit.stored.start
                 mine = stored[first : first + segment.stop - segment.start]
                 slots = {
-                    name: chunk.slot(memory, name, record.dtype)[segment.offset : segment.offset + len(mine)]
-                    for name in ((MASTER,) if record.has_master else ()) + record.state_names[parameter]
+                    name: chunk.state(memory, name, segment)
+                    for name in (*record.master, *record.state_names[parameter])
                     if memory is not None
                 }
                 values = slots.pop(MASTER, mine)

@@ -1,52 +1,37 @@
 """Probes whether an optimizer is element-wise, and which per-element state it keeps.
 
 This is tested, not assumed: some steps of the optimizer itself on whole parameters are compared with updates of slices
-as the engine does them. Classes that cannot be streamed are refused here, with the reason.
+as the engine does them. Those that are not are probed once more, with whole parameters (`parameter_probe.py`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zero_infinity._torch import copy_without_step_hooks, plain_step
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.group_settings import advanced, same
+from zero_infinity.optim.probe_steps import PlainSteps, draw, first_line
 from zero_infinity.optim.update_rule import Scalars, UpdateRule, copy_scalars, hyperparameters_of, split_state
 
 # A matrix and a vector, cut into several slices with a tail that is not a multiple of the vector width; and a matrix
 # that is large enough, whole and in slices, for optimizers that treat small parameters differently (8-bit states).
-_SHAPES_AND_CUTS = (((13, 37), 192), ((70,), 32), ((80, 128), 4160))
-# Some optimizers change after the first steps: a bias is rectified, a basis is chosen.
-_PROBE_STEPS = 8
-
-_REFUSED = {
-    "LBFGS": "it needs a closure that evaluates the model several times in one step",
-    "SparseAdam": "it needs sparse gradients, which are not streamed",
-    "Adafactor": "it keeps row and column statistics of whole matrices",
-}
-_MUON = "it orthogonalises whole matrices, so updating a slice differs from updating the whole"
+_SHAPES_AND_CUTS: list[tuple[tuple[int, ...], int]] = [((13, 37), 192), ((70,), 32), ((80, 128), 4160)]
 
 
 def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of this group's per-element state; raises `UsageError` if slices differ from the whole."""
     kind = type(optimizer).__name__
-    reason = _known_reason(optimizer, kind)
-    if reason is not None:
-        raise UsageError(_refusal(kind, reason))
-    generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator).to(dtype) for shape, _ in _SHAPES_AND_CUTS]
-    gradients = [[torch.randn(t.shape, generator=generator).to(dtype) for t in starts] for _ in range(_PROBE_STEPS)]
+    starts, gradients = draw([shape for shape, _ in _SHAPES_AND_CUTS], dtype)
     with torch.random.fork_rng(devices=[]):
         try:
-            whole = _Whole(optimizer, group, starts)
+            whole = PlainSteps(optimizer, group, starts)
             whole.step(gradients[0])
         except Exception as error:
-            raise UsageError(_refusal(kind, f"it fails on parameters of its own ({_first_line(error)})")) from error
+            raise UsageError(_refusal(kind, f"it fails on parameters of its own ({first_line(error)})")) from error
         try:
             sliced = [
                 _Sliced(optimizer, group, start, cut) for start, (_, cut) in zip(starts, _SHAPES_AND_CUTS, strict=True)
@@ -60,33 +45,12 @@ def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.
         except UsageError:
             raise
         except Exception as error:
-            reason = f"it fails on a flat slice of a parameter ({_first_line(error)})"
+            reason = f"it fails on a flat slice of a parameter ({first_line(error)})"
             raise UsageError(_refusal(kind, reason)) from error
     names = {one.names for one in sliced}
     if len(names) > 1:
         raise UsageError(_refusal(kind, "its states depend on the size of a parameter"))
     return names.pop()
-
-
-class _Whole:
-    """The optimizer itself, with parameters of its own in this group."""
-
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], starts: list[torch.Tensor]) -> None:
-        self.values = [start.clone() for start in starts]
-        self._optimizer = copy_without_step_hooks(optimizer)
-        self._optimizer.state = defaultdict(dict)
-        self._optimizer.param_groups = [{**copy.deepcopy(hyperparameters_of(group)), "params": self.values}]
-        self._step = plain_step(type(optimizer))
-
-    @property
-    def group(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.param_groups[0]
-        return found
-
-    def step(self, gradients: list[torch.Tensor]) -> None:
-        for value, gradient in zip(self.values, gradients, strict=True):
-            value.grad = gradient.clone()
-        self._step(self._optimizer)
 
 
 class _Sliced:
@@ -126,7 +90,7 @@ class _Sliced:
                 raise UsageError(_refusal(kind, f"state {name!r} is {value.dtype}, and records are {piece.dtype}"))
 
 
-def _compare(kind: str, whole: _Whole, sliced: list[_Sliced]) -> None:
+def _compare(kind: str, whole: PlainSteps, sliced: list[_Sliced]) -> None:
     """Raise if the two ways have come to different values."""
     for name, value in whole.group.items():
         if name != "params" and not all(same(one.group.get(name), value) for one in sliced):
@@ -136,23 +100,8 @@ def _compare(kind: str, whole: _Whole, sliced: list[_Sliced]) -> None:
         raise UsageError(_refusal(kind, "updating a slice of a parameter differs from updating the whole"))
 
 
-def _known_reason(optimizer: Optimizer, kind: str) -> str | None:
-    if kind in _REFUSED:
-        return _REFUSED[kind]
-    if "muon" in kind.lower():
-        return _MUON
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        return "its train() and eval() exchange all weights with averaged ones, outside of a step"
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    """What happened, briefly."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
 def _refusal(kind: str, reason: str) -> str:
     return (
-        f"the optimizer {kind} cannot be streamed: {reason}\n"
+        f"the optimizer {kind} cannot be streamed in slices: {reason}\n"
         "  fix:   use an element-wise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Lion, ...)"
     )

@@ -1,8 +1,8 @@
 """Carries what an optimizer writes into its parameter groups (a step count, a schedule of its own) from step to step.
 
 An update sees the settings of its step, whichever chunk it is: so writes of single updates are dropped, and the groups
-are advanced once a step, as by a step of the optimizer on one number. The probe has compared that with the optimizer
-itself: what depends on gradients cannot be carried, and such an optimizer is refused.
+are advanced once a step, as by a step of the optimizer on one number (or a matrix of one). The probe has compared that
+with the optimizer itself: what depends on gradients cannot be carried, and such an optimizer is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class GroupSettings:
 def advanced(rule: UpdateRule, group: Group) -> Group:
     """Return the settings of a group that a step changes, with their new values."""
     before = hyperparameters_of(group)
-    rule.apply(torch.zeros(1), torch.ones(1), {}, {}, before)
+    shape = (1,) * max([1, *(parameter.dim() for parameter in group.get("params", ())[:1])])
+    rule.apply(torch.zeros(shape), torch.ones(shape), {}, {}, before)
     after = {name: value for name, value in rule.settings.items() if name != "params"}
     return {name: value for name, value in after.items() if name not in before or not same(before[name], value)}
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from zero_infinity.comm.channel import Channel
-from zero_infinity.comm.topics import Topic
+from zero_infinity.comm.topics import SCALARS, Topic
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.chunk_update import take_edits
+from zero_infinity.optim.nested_state import flat_state, nested_state, tensors_of
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
+from zero_infinity.optim.state_slots import check_forms
 from zero_infinity.optim.update_rule import copy_scalars
 from zero_infinity.params.dtensor import like, local_of
 from zero_infinity.params.unit import ManagedParameter, Unit
+from zero_infinity.policy.partition import Span
 from zero_infinity.tiers.host_cache import HostCache
 
 
@@ -32,8 +36,10 @@ class OptimizerStateIO:
         if parameter.tiles:
             return self._read_tiles(parameter.tiles)
         record = self._records[parameter.unit]
+        if parameter in record.wholes:
+            self._share_scalars([parameter])
         names = record.started.get(parameter)
-        return {name: self._read(parameter, name) for name in names} if names else None
+        return nested_state({name: self._read(parameter, name) for name in names}) if names else None
 
     def _read_tiles(self, tiles: list[ManagedParameter]) -> dict[str, Any] | None:
         states = [state for tile in tiles if (state := self.read_state(tile)) is not None]
@@ -47,14 +53,35 @@ class OptimizerStateIO:
         record = self._records[parameter.unit]
         if name in record.scalars[parameter]:
             return record.scalars[parameter][name]
-        flat = torch.zeros(parameter.num_elements, dtype=record.dtype)
+        form = record.form_of(parameter, name)
+        flat = torch.zeros(form.num_elements, dtype=form.dtype)
         for _, segment, slot in self._slots(parameter, name):
-            flat[segment.start : segment.stop] = slot
+            flat[segment.start : segment.start + len(slot)] = slot
         if self._channel is not None and parameter.unit.is_updated_in_parts:
             topic = Topic("state gather", parameter.unit.number, f"the optimizer state of {parameter.name}")
             self._channel.agree(topic)
-            self._channel.gather(topic, [(flat, parameter.spans)])
-        return like(parameter.parameter, flat.as_strided(parameter.shape, parameter.stride))
+            self._channel.gather(topic, [(flat, _spans(parameter, flat))])
+        whole = form.of(flat)
+        return like(parameter.parameter, whole) if parameter not in record.wholes else whole
+
+    def share_scalars(self) -> None:
+        """Tell every rank the scalars of the parameters that another rank updates whole. Collective."""
+        self._share_scalars([parameter for record in self._records.values() for parameter in record.wholes])
+
+    def _share_scalars(self, parameters: Sequence[ManagedParameter]) -> None:
+        shared = [p for p in parameters if p.unit.is_updated_in_parts]
+        if self._channel is None or not shared:
+            return
+        mine = [
+            [number, list(record.started[p]), record.scalars[p]]
+            for number, p in enumerate(shared)
+            for record in [self._records[p.unit]]
+            if p in record.started and len(p.unit.owned.overlap(p.offset, p.end))
+        ]
+        said = self._channel.tell(SCALARS, json.dumps(mine))
+        for number, names, scalars in (one for text in said for one in json.loads(text)):
+            record = self._records[shared[number].unit]
+            record.started[shared[number]], record.scalars[shared[number]] = tuple(names), scalars
 
     def write_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
         """Store a state of the plain optimizer."""
@@ -65,16 +92,22 @@ class OptimizerStateIO:
         if parameter.tiles:
             return
         record = self._records[parameter.unit]
+        flat = flat_state(state) if parameter in record.wholes else state
         names = record.state_names[parameter]
-        for name in names:
-            self._write(parameter, name, state[name])
-        record.scalars[parameter] = {name: value for name, value in state.items() if name not in names}
-        record.started[parameter] = tuple(state)
+        for name in flat.keys() & set(names):
+            self._write(parameter, name, flat[name])
+        record.scalars[parameter] = {name: value for name, value in flat.items() if name not in names}
+        record.started[parameter] = tuple(flat)
 
     def check_state(self, parameter: ManagedParameter, state: dict[str, Any]) -> None:
         """Raise if `state` does not belong to this optimizer."""
         part = parameter.parts[0]
-        names = self._records[part.unit].state_names[part]
+        record = self._records[part.unit]
+        if part in record.wholes:
+            # `Optimizer.load_state_dict` casts states to the dtype of their parameter; they are cast back here.
+            check_forms(parameter.name, tensors_of(flat_state(state)), record.wholes[part].forms, any_dtype=True)
+            return
+        names = record.state_names[part]
         missing = [name for name in names if name not in state]
         if missing:
             raise UsageError(
@@ -113,21 +146,20 @@ class OptimizerStateIO:
             record.scalars[part] = copy_scalars(scalars)
 
     def _write(self, parameter: ManagedParameter, name: str, value: torch.Tensor) -> None:
-        flat = parameter.flattened(local_of(value.detach()))
+        form = self._records[parameter.unit].form_of(parameter, name)
+        flat = form.flattened(local_of(value.detach()))
         for chunk, segment, slot in self._slots(parameter, name):
-            slot.copy_(flat[segment.start : segment.stop])
+            slot.copy_(flat[segment.start : segment.start + len(slot)])
             if chunk.record is not None:
                 self._host_cache.store.mark_dirty(chunk.record)
 
     def _slots(self, parameter: ManagedParameter, name: str) -> Iterator[tuple[Chunk, Segment, torch.Tensor]]:
         """Yield the parts of one slot that belong to the parameter, each valid until the next is requested."""
-        record = self._records[parameter.unit]
-        for chunk in record.chunks:
+        for chunk in self._records[parameter.unit].chunks:
             for segment in chunk.segments:
                 if segment.parameter is parameter and chunk.record is not None:
                     with self._memory(chunk) as memory:
-                        slot = chunk.slot(memory, name, record.dtype)
-                        yield chunk, segment, slot[segment.offset : segment.offset + segment.stop - segment.start]
+                        yield chunk, segment, chunk.state(memory, name, segment)
 
     @contextmanager
     def _memory(self, chunk: Chunk) -> Iterator[torch.Tensor]:
@@ -135,3 +167,10 @@ class OptimizerStateIO:
             raise UsageError("this optimizer keeps no state per element")
         with self._host_cache.reading(chunk.record) as memory, torch.no_grad():
             yield memory
+
+
+def _spans(parameter: ManagedParameter, flat: torch.Tensor) -> list[Span]:
+    """Each rank's part of a state: as of the parameter, or all on the rank that updates it whole."""
+    if len(flat) == parameter.num_elements:
+        return parameter.spans
+    return [Span(0, len(flat)) if len(span) else Span(0, 0) for span in parameter.spans]

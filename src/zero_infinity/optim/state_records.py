@@ -1,19 +1,20 @@
-"""Optimizer state records: the per-element state of a unit, cut into chunks that stream through memory.
+"""Optimizer state records: the states of a unit, cut into chunks that stream through memory.
 
 A chunk covers a range of a unit's elements and owns two blocks: the *record* (master weights if there are any, then
 each state, contiguous, so that one sequential read and one write move them all) and the *gradient*, which has content
-only while a gradient waits for its update.
+only while a gradient waits for its update. A parameter that its optimizer must see whole has one chunk of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.optim import Optimizer
 
-from zero_infinity.optim.elementwise_probe import probe_state_names
+from zero_infinity.optim.state_slots import Slot, TensorForm, WholeState, element_slots, record_bytes, whole_slots
+from zero_infinity.optim.update_kind import UpdateKinds
 from zero_infinity.optim.update_rule import Scalars
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.alignment import round_up_elements
@@ -44,19 +45,19 @@ class Chunk:
     start: int
     stop: int
     segments: tuple[Segment, ...]
-    slots: tuple[str, ...]  # the record's values per element, in order
-    record: Block | None  # None if the optimizer has no state per element, or another rank has it
+    slots: dict[str, Slot]  # of the record, in order
+    record: Block | None  # None if the optimizer has no state here, or another rank has it
     gradient: Block
 
     @property
     def num_elements(self) -> int:
         return self.stop - self.start
 
-    def slot(self, memory: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one slot of the record whose bytes are `memory`."""
-        width = self.num_elements * dtype.itemsize
-        begin = self.slots.index(name) * width
-        return memory[begin : begin + width].view(dtype)
+    def state(self, memory: torch.Tensor, name: str, segment: Segment) -> torch.Tensor:
+        """Return a segment's part of one slot, flat, given the bytes of the record; all of it for a whole parameter."""
+        slot = self.slots[name]
+        flat = slot.of(memory)
+        return flat if slot.form is not None else flat[segment.offset : segment.offset + segment.stop - segment.start]
 
 
 @dataclass(eq=False, slots=True)
@@ -66,24 +67,30 @@ class StateRecord:
     unit: Unit
     dtype: torch.dtype  # of master weights and states
     has_master: bool
-    state_names: dict[ManagedParameter, tuple[str, ...]]
+    state_names: dict[ManagedParameter, tuple[str, ...]]  # of the tensors in the record
+    wholes: dict[ManagedParameter, WholeState] = field(default_factory=dict)  # of those that are updated whole
     chunks: list[Chunk] = field(default_factory=list)  # of the elements that this rank updates
     # Of the elements whose gradients it keeps: the same, except on a rank that keeps whole gradients and updates a
     # shard.
     gradient_chunks: list[Chunk] = field(default_factory=list)
     scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
-    # Parameters that have a state by now, with all its names in the optimizer's order.
+    # Parameters that have a state by now, with all its names in the optimizer's order (`nested_state.py`).
     started: dict[ManagedParameter, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the values per element."""
-        names = dict.fromkeys(name for names in self.state_names.values() for name in names)
-        return ((MASTER,) if self.has_master else ()) + tuple(names)
+        """Names of the values per element, of parameters that are updated in slices."""
+        names = dict.fromkeys(n for p, names in self.state_names.items() if p not in self.wholes for n in names)
+        return (*self.master, *names)
+
+    @property
+    def master(self) -> tuple[str, ...]:
+        """The name of the slot of master weights, if there are any."""
+        return (MASTER,) if self.has_master else ()
 
     @property
     def widths(self) -> ElementBytes:
-        """Bytes per element."""
+        """Bytes per element, of parameters that are updated in slices."""
         itemsize = self.dtype.itemsize
         return ElementBytes(self.unit.dtype.itemsize, record=len(self.slots) * itemsize, gradient=itemsize)
 
@@ -92,43 +99,57 @@ class StateRecord:
         trained = list(self.state_names)
         return len(span.overlap(trained[0].offset, round_up_elements(trained[-1].end)))
 
+    def form_of(self, parameter: ManagedParameter, name: str) -> TensorForm:
+        """The form of a state, or of the master weights."""
+        whole = self.wholes.get(parameter)
+        if whole is not None and name in whole.forms:
+            return whole.forms[name]
+        return TensorForm(parameter.shape, parameter.stride, self.dtype)
 
-class StateRecordMaker:
-    """Makes the records of units for one optimizer, which is probed once per parameter group and dtype."""
+    def whole_slots(self, parameter: ManagedParameter) -> dict[str, Slot]:
+        """The slots of a parameter that is updated whole."""
+        own = element_slots(self.master, round_up_elements(parameter.num_elements), self.dtype)
+        return whole_slots(own, self.wholes[parameter].forms)
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._names: dict[tuple[int, torch.dtype], tuple[str, ...]] = {}
+    def whole_sizes(self, span: Span) -> dict[ManagedParameter, int]:
+        """Bytes of the record of each parameter in `span` that is updated whole."""
+        return {
+            parameter: record_bytes(self.whole_slots(parameter))
+            for parameter in self.wholes
+            if len(span.overlap(parameter.offset, parameter.end))
+        }
 
-    def make(self, unit: Unit, dtype: torch.dtype) -> StateRecord | None:
-        """Return the record of a unit, without chunks yet; None if nothing in it is trained."""
-        state_names = {p: self._state_names(p.group, dtype) for p in unit.parameters if p.group is not None}
-        return (
-            StateRecord(unit, dtype, has_master=dtype != unit.dtype, state_names=state_names) if state_names else None
-        )
 
-    def _state_names(self, group: int, dtype: torch.dtype) -> tuple[str, ...]:
-        if (group, dtype) not in self._names:
-            settings = self._optimizer.param_groups[group]
-            self._names[group, dtype] = probe_state_names(self._optimizer, settings, dtype)
-        return self._names[group, dtype]
+def make_record(unit: Unit, dtype: torch.dtype, kinds: UpdateKinds) -> StateRecord | None:
+    """Return the record of a unit, without chunks yet; None if nothing in it is trained."""
+    trained = [p for p in unit.parameters if p.group is not None]
+    if not trained:
+        return None
+    wholes = {p: kinds.whole_state(p, dtype) for p in trained if kinds.is_whole(p.group or 0, dtype)}
+    names = {p: tuple(wholes[p].forms) if p in wholes else kinds.element_names(p.group or 0, dtype) for p in trained}
+    return StateRecord(unit, dtype, has_master=dtype != unit.dtype, state_names=names, wholes=wholes)
 
 
 def make_chunks(
     record: StateRecord, chunk_bytes: int, home: Home, store: BlockStore, *, whole_gradients: bool
 ) -> Iterator[Block]:
-    """Split the record into chunks of about `chunk_bytes`; yields their blocks."""
-    slots = record.slots
+    """Split the record into chunks of about `chunk_bytes`, or of whole parameters; yields their blocks."""
     num_elements = chunk_elements(chunk_bytes, record.widths)
     owned = record.unit.owned
     others = (Span(0, owned.start), Span(owned.stop, record.unit.num_elements)) if whole_gradients else ()
     for span in (owned, *others):
-        for start, stop, segments in cut(list(record.state_names), num_elements, span):
+        for start, stop, segments in _cut_record(record, num_elements, span):
             name = f"{record.unit.name}[{len(record.gradient_chunks)}]"
-            size = (stop - start) * record.dtype.itemsize
+            first = segments[0].parameter
+            slots = (
+                record.whole_slots(first)
+                if first in record.wholes
+                else element_slots(record.slots, stop - start, record.dtype)
+            )
             is_kept = bool(slots) and span is owned
-            kept = store.create(f"{name} optimizer record", size * len(slots), home) if is_kept else None
-            chunk = Chunk(start, stop, segments, slots, kept, store.create(f"{name} gradient", size, home))
+            kept = store.create(f"{name} optimizer record", record_bytes(slots), home) if is_kept else None
+            gradient = store.create(f"{name} gradient", (stop - start) * record.dtype.itemsize, home)
+            chunk = Chunk(start, stop, segments, slots, kept, gradient)
             record.gradient_chunks.append(chunk)
             if span is owned:
                 record.chunks.append(chunk)
@@ -140,10 +161,18 @@ def make_device_chunk(record: StateRecord, store: BlockStore, device: torch.devi
     owned = record.unit.owned
     for start, stop, segments in cut(list(record.state_names), len(owned), owned):
         name, size = f"{record.unit.name}[0]", (stop - start) * record.dtype.itemsize
-        slots = record.slots
-        kept = store.create_on_device(f"{name} optimizer record", size * len(slots), device) if slots else None
+        slots = element_slots(record.slots, stop - start, record.dtype)
+        kept = store.create_on_device(f"{name} optimizer record", record_bytes(slots), device) if slots else None
         gradient = store.create(f"{name} gradient", size, Home.DEVICE)  # never gets memory
         record.chunks.append(Chunk(start, stop, segments, slots, kept, gradient))
+
+
+def _cut_record(record: StateRecord, num_elements: int, span: Span) -> Iterator[tuple[int, int, tuple[Segment, ...]]]:
+    """Cut the trained parameters, but not those that are updated whole, each of which is alone."""
+    for is_whole, run in itertools.groupby(record.state_names, lambda parameter: parameter in record.wholes):
+        for members in [[one] for one in run] if is_whole else [list(run)]:
+            most = round_up_elements(members[0].num_elements) if is_whole else num_elements
+            yield from cut(members, most, span)
 
 
 def cut(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zero_infinity._torch import mark_stepped
 from zero_infinity.errors import UsageError
+from zero_infinity.optim.combined_optimizer import single_optimizers
 from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
 
 
@@ -106,7 +107,8 @@ class StreamedOptimizer(Optimizer):
                 result = closure()
         self._skipped = not self._engine.step()
         # A scheduler created on the plain optimizer checks whether that optimizer has stepped.
-        mark_stepped(self._engine.states.optimizer)
+        for optimizer in single_optimizers(self._engine.states.optimizer):
+            mark_stepped(optimizer)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

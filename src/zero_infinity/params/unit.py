@@ -287,11 +287,15 @@ def make_unit(
     device: torch.device,
     number: int = 0,
     sharding: Sharding = ONE_RANK,
+    owner: int | None = None,
 ) -> Unit:
-    """Return a unit of these parameters, in order; modules see it in `compute_dtype` on `device`."""
+    """Return a unit of these parameters, in order; modules see it in `compute_dtype` on `device`.
+
+    `owner`: the rank that updates all of it. None: it is cut as `sharding` says.
+    """
     members = list(parameters)
     num_elements = sum(round_up_elements(local_of(parameter).numel()) for _, parameter in members)
-    unit = Unit(name, dtype, compute_dtype, number, sharding.layout(num_elements, number))
+    unit = Unit(name, dtype, compute_dtype, number, sharding.layout(num_elements, number, owner))
     offset = 0
     for full_name, parameter in members:
         # One cell per parameter, so that a write to an offloaded parameter that bypasses us is detected. (Holders of

@@ -146,8 +146,13 @@ def _bucket_bytes(memory: int) -> int:
 
 def _minimum(moving: Sequence[UnitSize], together: Sequence[tuple[str, int]], chunk: int) -> int:
     """The least cache: what is needed at once, or the parameters of a unit and two chunks (record, gradient)."""
-    update = max((u.parameters + min(2 * chunk, round_up(u.record) + round_up(u.gradients)) for u in moving), default=0)
+    update = max((u.parameters + _least_chunks(u, chunk) for u in moving), default=0)
     return max(update, max((size for _, size in together), default=0))
+
+
+def _least_chunks(unit: UnitSize, chunk: int) -> int:
+    """A record and a gradient: of a chunk, or of the largest parameter that is updated whole."""
+    return max(min(2 * chunk, round_up(unit.record) + round_up(unit.gradients)), unit.largest_whole)
 
 
 def _check(
@@ -167,10 +172,18 @@ def _check(
     name, size = max([*together, *((u.name, u.parameters) for u in moving)], key=lambda p: p[1], default=largest)
     needed = (
         f"{format_bytes(size)} of host memory for its parameters and {format_bytes(gradients)} for gradients to be "
-        f"trained, {format_bytes(minimum)} with two chunks of optimizer state"
+        f"trained, {format_bytes(minimum)} with {_chunks(moving)}"
         if trains
         else f"{format_bytes(minimum)} of host memory for its parameters, with those that stay resident"
     )
     raise CapacityError(
         f"{name!r} needs {needed}, but memory is {format_bytes(budget)}\n  fix:   memory={suggest_bytes(minimum)}"
     )
+
+
+def _chunks(units: Sequence[UnitSize]) -> str:
+    """What an update needs beside parameters and fresh gradients."""
+    unit = max(units, key=lambda unit: unit.largest_whole, default=None)
+    if unit is None or not unit.largest_whole:
+        return "two chunks of optimizer state"
+    return f"the optimizer states of a whole parameter of {unit.name!r}, which the optimizer does not update in slices"

@@ -4,7 +4,8 @@ Pure: every rank computes the same answer. Knows neither bytes nor tensors.
 
 *Spread*: every unit is cut into equal shards, one per rank, so that each rank reads 1/N of every unit from its own
 drive and the bandwidth of all drives adds up (ZeRO-Infinity's bandwidth-centric partitioning). *Owner*: each unit
-belongs to one rank, which sends it to the others, so only one link is busy at a time. It exists for comparison.
+belongs to one rank, which sends it to the others, so only one link is busy at a time. It exists for comparison, and for
+units with parameters that their optimizer must see whole.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ class RankPartition:
         """The number of elements that a unit is padded to, so that it can be cut."""
         return round_up(num_elements, GRAIN * self.num_ranks if self.kind == "spread" else GRAIN)
 
-    def spans(self, num_elements: int, number: int) -> tuple[Span, ...]:
-        """Each rank's part of the `number`th unit, which has `num_elements` elements with padding."""
-        if self.kind == "spread":
+    def spans(self, num_elements: int, number: int, owner: int | None = None) -> tuple[Span, ...]:
+        """Each rank's part of the `number`th unit, which has `num_elements` elements with padding.
+
+        `owner`: the rank that has all of it, whatever the kind.
+        """
+        if self.kind == "spread" and owner is None:
             each = num_elements // self.num_ranks
             return tuple(Span(rank * each, (rank + 1) * each) for rank in range(self.num_ranks))
-        owner = number % self.num_ranks
+        owner = number % self.num_ranks if owner is None else owner
         return tuple(
             Span(0, num_elements) if rank == owner else Span(num_elements, num_elements)
             for rank in range(self.num_ranks)
@@ -111,10 +115,10 @@ class Sharding:
         """Every rank needs the sum of the whole gradient: all ranks update everything (stage 0)."""
         return self.is_distributed and not self.shards_optimizer
 
-    def layout(self, num_elements: int, number: int) -> ShardLayout:
-        """The layout of the `number`th unit."""
+    def layout(self, num_elements: int, number: int, owner: int | None = None) -> ShardLayout:
+        """The layout of the `number`th unit. `owner`: the rank that updates all of it, if it may not be cut."""
         padded = self.partition.padded(num_elements)
-        spans = self.partition.spans(padded, number)
+        spans = self.partition.spans(padded, number, owner)
         whole, mine = Span(0, padded), spans[self.rank]
         return ShardLayout(
             padded,

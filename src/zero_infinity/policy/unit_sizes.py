@@ -40,10 +40,12 @@ class UnitSize:
     arriving: int  # in memory before they are used or kept
     home: Home | None = None  # if it was decided earlier
     copied: int = 0  # the copy that modules compute with; 0 if they compute with the stored parameters
+    num_wholes: int = 0  # parameters that are updated whole, each in a chunk of its own
+    largest_whole: int = 0  # record and gradient of the largest of them
 
     def total(self, chunk_bytes: int) -> int:
         """All of it in blocks, each of whole pages."""
-        num_chunks = -(-max(self.record, self.gradients) // chunk_bytes)
+        num_chunks = -(-max(self.record, self.gradients) // chunk_bytes) + 2 * self.num_wholes
         return round_up(self.parameters) + self.record + self.gradients + 2 * ALIGNMENT * num_chunks
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.prepared import Prepared
@@ -40,6 +42,6 @@ def test_elements_are_converted_to_the_dtype_of_the_block(prepared: Prepared) ->
     part = next(p for unit in contents.units for p in contents.of_unit(unit).parts if p.key == ("model", "0.bias"))
     block = bytearray(8 * 1024)
     value = nn.Parameter(torch.tensor([1.5, 2.5, -3.0, 4.0], dtype=torch.bfloat16))
-    (copy,) = copies_into_block(part, torch.float64, value)
+    (copy,) = copies_into_block(replace(part, dtype=torch.float64), value)
     copy(memoryview(block), memoryview(bytearray(0)))
     assert torch.frombuffer(block, dtype=torch.float64)[part.at : part.at + 4].tolist() == [1.5, 2.5, -3.0, 4.0]

@@ -9,7 +9,8 @@ from torch import nn
 from zero_infinity.optim import device_updates
 from zero_infinity.optim.device_gradients import DeviceGradients
 from zero_infinity.optim.device_updates import DeviceUpdates
-from zero_infinity.optim.state_records import MASTER, StateRecord, StateRecordMaker, make_device_chunk
+from zero_infinity.optim.state_records import MASTER, StateRecord, make_device_chunk, make_record
+from zero_infinity.optim.update_kind import UpdateKinds
 from zero_infinity.params.unit import Unit, make_unit
 from zero_infinity.params.unit_values import DeviceValues, ValueSources
 from zero_infinity.storage.block_store import BlockStore
@@ -30,7 +31,7 @@ class Trained:
         self.optimizer = self._optimizer([p for unit in mine for p in unit])
         self.store = BlockStore(BufferPool(1 << 20))
         self.records: dict[Unit, StateRecord] = {}
-        maker = StateRecordMaker(self.optimizer)
+        kinds = UpdateKinds(self.optimizer)
         for number, members in enumerate(mine):
             named = [(f"p{place}", p) for place, p in enumerate(members)]
             unit = make_unit(f"unit{number}", named, dtype=dtype, compute_dtype=dtype, device=CPU)
@@ -39,16 +40,15 @@ class Trained:
             for known in unit.parameters:
                 known.train_in(0 if number == 0 else 1)
                 known.of(block.the_device_bytes().view(dtype)).copy_(known.parameter.detach())
-            record = maker.make(unit, torch.float32)
+            record = make_record(unit, torch.float32, kinds)
             assert record is not None
             make_device_chunk(record, self.store, CPU)
             self.records[unit] = record
             if record.has_master:
                 memory = record.chunks[0].record.the_device_bytes()
                 for segment in record.chunks[0].segments:
-                    master = record.chunks[0].slot(memory, MASTER, torch.float32)
                     flat = segment.parameter.parameter.detach().float().view(-1)
-                    master[segment.offset : segment.offset + segment.stop - segment.start].copy_(flat)
+                    record.chunks[0].state(memory, MASTER, segment).copy_(flat)
         self.gradients = DeviceGradients(self.records)
         self.updates = DeviceUpdates(self.optimizer, self.records, ValueSources(DeviceValues()))
 

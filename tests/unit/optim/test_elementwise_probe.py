@@ -143,21 +143,3 @@ def test_the_reason_of_a_refusal(update: Callable[..., None], reason: str) -> No
 
 def test_settings_that_count_steps_and_attributes_of_the_class_are_carried() -> None:
     assert probe(Written([nn.Parameter(torch.zeros(2))], counted)) == ()
-
-
-class Averaged(torch.optim.SGD):
-    """Exchanges weights, as schedule-free optimizers do."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
-class SingleDeviceMuon(torch.optim.SGD):
-    """One of the names in the package muon."""
-
-
-@pytest.mark.parametrize(("kind", "reason"), [(Averaged, r"train\(\) and eval\(\)"), (SingleDeviceMuon, "orthogonal")])
-def test_what_is_known_to_need_more_than_updates(kind: type[Optimizer], reason: str) -> None:
-    with pytest.raises(zi.UsageError, match=reason):
-        probe(of(kind, lr=0.1))
