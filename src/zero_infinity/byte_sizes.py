@@ -28,6 +28,9 @@ _COUNT_UNITS: dict[str, int] = {name.lower(): 1000**power for power, name in enu
 # would let other scripts' digits through. Bounded, because Python refuses to convert thousands of digits.
 _QUANTITY = re.compile(r"([0-9]{1,30}(?:[,_][0-9]{3}){0,10}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([a-z]*)", re.IGNORECASE)
 
+# "8Gb" is gigabits, as of a network. Nobody who writes "8gb" tells bits from bytes by the case.
+_BITS = re.compile(r"[KMGTPE]i?b")
+
 _BYTES_ACCEPTED = 'bytes as an integer, or text such as "4096", "512MiB", "1.5 GB" or "2TiB"'
 _COUNT_ACCEPTED = 'an integer, or text such as "125000000", "350M" or "1.3B"'
 
@@ -35,8 +38,8 @@ _COUNT_ACCEPTED = 'an integer, or text such as "125000000", "350M" or "1.3B"'
 def parse_bytes(text: str | int) -> int:
     """Return the bytes in "2GiB", "1.5 GB", "4096" or 4096, rounded down.
 
-    KiB, MiB, GiB, ... are powers of 1024; kB, MB, GB, ... are powers of 1000. Case does not matter. "2G" is ambiguous
-    and raises a `ConfigError`.
+    KiB, MiB, GiB, ... are powers of 1024; kB, MB, GB, ... are powers of 1000. Case does not matter, except that
+    "8Gb" is gigabits; that and the ambiguous "2G" raise a `ConfigError`.
     """
     return _parse(text, _BYTE_UNITS, noun="size", accepted=_BYTES_ACCEPTED)
 
@@ -115,6 +118,11 @@ def _parse(text: str | int, units: dict[str, int], *, noun: str, accepted: str) 
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a {noun}; accepted: {accepted}")
+    if _BITS.fullmatch(match[2]):
+        unit = match[2][0].upper() + match[2][1:-1]
+        raise ConfigError(
+            f"{text!r} is not a {noun}: a small b stands for bits; write {match[1]}{unit}B; accepted: {accepted}"
+        )
     number, unit = match[1].replace(",", "").replace("_", ""), match[2].lower()
     if unit not in units:
         raise ConfigError(f"{text!r} is not a {noun}: {_unit_hint(match[1], match[2], units)}; accepted: {accepted}")

@@ -89,7 +89,21 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--memory", "0"], 2, "--memory is 0"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
         (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "500KiB"], 1, "works: no --memory"),
-        (["--model", "gpt3-1.3b", "--hardware", "rtx4090", "--seq", "100000"], 1, "works: --seq 3125"),
+        (["--model", "gpt3-1.3b", "--hardware", "rtx4090", "--seq", "100000"], 1, "works: --seq 65536"),
+        (["--model", "gpt3-13b", "--hardware", "rtx4090", "--seq", "1000000"], 1, "works: --seq 32768"),
+        (
+            ["--layers", "3", "--hidden", "1000", "--heads", "7", "--hardware", "laptop"],
+            2,
+            "--heads 8, or --hidden 1001",
+        ),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--memory", "8Gb"], 2, "stands for bits; write 8GB"),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--nvme", __file__], 2, "is not a directory"),
+        (
+            ["--model", "meta-llama/Llama-3.1-8B", "--hardware", "laptop"],
+            2,
+            "hf download meta-llama/Llama-3.1-8B config",
+        ),
+        (["--model", "gpt3-13b", "--hardware", "laptop", "--gpus", "4"], 2, "gpus is 4, but Laptop"),
         (
             ["--layers", "1", "--hidden", "600", "--heads", "4", "--hardware", "rtx4090", "--device-memory", "1KiB"],
             1,
@@ -113,3 +127,28 @@ def test_mistakes(arguments: list[str], code: int, message: str, capsys: pytest.
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_drive_that_is_not_here_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt3-1.3b", "--hardware", "laptop", "--nvme", "/does/not/exist"]) == 0
+    assert "note: --nvme /does/not/exist does not exist on this machine" in capsys.readouterr().err
+
+
+def test_more_gpus_than_the_profile_has(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "gpt3-1.3b", "--hardware", "rtx4090", "--batch", "8", "--gpus")
+    assert main(["plan", *arguments, "4", "--json"]) == 0
+    output = capsys.readouterr()
+    assert "4 are planned with a host link each" in output.err
+    four = json.loads(output.out)
+    one = plan(*arguments, "1", capsys=capsys)
+    assert four["devices_per_node"] == 4
+    assert 1 < four["step"]["tokens_per_second"] / one["step"]["tokens_per_second"] < 4
+
+
+def test_what_must_not_be_overlooked_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that mostly waits and wears its drive out in days."""
+    assert main(["plan", "--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "warning: the drives wear out after" in text
+    assert "of a step is waiting for NVMe" in text
+    assert "needed: what a link would have to carry" in text

@@ -46,6 +46,13 @@ def test_a_bare_prefix_is_ambiguous() -> None:
         parse_bytes("2g")
 
 
+@pytest.mark.parametrize(("text", "meant"), [("8Gb", "8GB"), ("1.5 Mb", "1.5MB"), ("2Gib", "2GiB"), ("3Kb", "3KB")])
+def test_bits_are_no_bytes(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"a small b stands for bits; write {meant};"):
+        parse_bytes(text)
+    assert parse_bytes(text.lower()) == parse_bytes(meant)
+
+
 @given(SIZES, st.sampled_from(sorted((BINARY | DECIMAL).items())), st.sampled_from(["", " "]), st.booleans())
 def test_whole_units_are_exact(count: int, unit: tuple[str, int], space: str, upper: bool) -> None:
     name, size = unit

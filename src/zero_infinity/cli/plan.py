@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from zero_infinity.errors import CapacityError
 from zero_infinity.planner import hardware as profiles
 from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan import BandwidthNeed, Plan, alternatives, make_plan, works
+from zero_infinity.planner.warnings import bandwidth_note, warnings_of
 
 _EPILOG = """\
 examples:
@@ -43,10 +45,12 @@ def run(args: argparse.Namespace) -> int:
     hardware = plan_arguments.hardware_of(args)
     job = plan_arguments.job_of(args, hardware)
     model = plan_arguments.model_of(args)
+    plan_arguments.check_drive(args)
     try:
         plan = make_plan(model, hardware, job)
     except CapacityError as error:
-        found = alternatives(model, hardware, job, shorten=args.seq is not None)
+        with_seq = partial(plan_arguments.model_of, args) if args.seq is not None else None
+        found = alternatives(model, hardware, job, with_seq=with_seq)
         if args.nvme == "none" and works(model, profiles.load(args.hardware), job):
             found.append("--nvme DIR: the drives of this hardware")
         tried = "".join(f"\n  works: {change}" for change in found) or "\n  works: nothing that was tried"
@@ -69,7 +73,12 @@ def _print(console: Console, plan: Plan, name: str, num_parameters: int, setting
     )
     console.print(_memory_table(plan))
     console.print(_bandwidth_table(plan.needs))
+    note = bandwidth_note(plan)
+    if note is not None:
+        console.print(note, style="dim")
     console.print(table_of(_step_rows(plan), "step"))
+    for warning in warnings_of(plan):
+        console.print(f"[bold yellow]warning:[/] {escape(warning)}")
     text = ", ".join(
         f"{key}={json.dumps(value) if isinstance(value, str) else value}" for key, value in settings.items()
     )
@@ -166,6 +175,7 @@ def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> 
         "written_per_node": plan.written_per_node,
         "drive_life_seconds": plan.drive_life_seconds,
         "largest_model": plan.largest_model,
+        "warnings": warnings_of(plan),
         "config": settings,
     }
 

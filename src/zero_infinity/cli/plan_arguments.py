@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
     hardware = profiles.load(args.hardware)
+    if args.gpus is not None and args.gpus > hardware.devices_per_node:
+        print(
+            f"note: a node of {hardware.name} has {hardware.devices_per_node} in its profile; {args.gpus} are planned "
+            "with a host link each, on the same memory, cores and drives",
+            file=sys.stderr,
+        )
+        hardware = hardware.with_devices(args.gpus)
     if args.nvme == "none":
         hardware = replace(hardware, tiers=tuple(t for t in hardware.tiers if t.kind is not TierKind.STORAGE))
     return hardware
@@ -108,7 +116,9 @@ def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
     )
 
 
-def model_of(args: argparse.Namespace) -> ModelShape:
+def model_of(args: argparse.Namespace, seq: int | None = None) -> ModelShape:
+    """The model that is planned; `seq` in place of the sequence length given."""
+    seq = seq or args.seq
     numbers = [name for name in ("layers", "hidden", "heads") if getattr(args, name)]
     if args.model is not None:
         if numbers or args.vocabulary:
@@ -118,13 +128,55 @@ def model_of(args: argparse.Namespace) -> ModelShape:
         if args.model.endswith(".json") or Path(args.model).is_dir():
             from zero_infinity.cli.hugging_face_shape import from_config
 
-            return from_config(Path(args.model), args.seq)
-        return models.known(args.model, args.seq)
+            return from_config(Path(args.model), seq)
+        if "/" in args.model:
+            raise ConfigError(_no_such_folder(args.model))
+        return models.known(args.model, seq)
     if len(numbers) < 3:
         raise ConfigError(
             "which model?\n  fix:   --model gpt3-13b, --model config.json, or --layers, --hidden and --heads"
         )
-    return models.transformer(args.layers, args.hidden, args.heads, args.seq or 1024, vocabulary=args.vocabulary or 0)
+    if args.hidden % args.heads:
+        raise ConfigError(
+            f"--heads {args.heads} do not divide --hidden {args.hidden}: each head has hidden / heads elements\n"
+            f"  fix:   --heads {_nearest_divisor(args.hidden, args.heads)}, or "
+            f"--hidden {max(1, round(args.hidden / args.heads)) * args.heads}"
+        )
+    return models.transformer(
+        args.layers, args.hidden, args.heads, seq or 1024, vocabulary=args.vocabulary or 0, keeps_scores=False
+    )
+
+
+def check_drive(args: argparse.Namespace) -> None:
+    """Refuse what is no directory. One that is not here may be on the machine that is planned: say so."""
+    if args.nvme in (None, "none"):
+        return
+    path = Path(args.nvme)
+    if not args.nvme or (path.exists() and not path.is_dir()):
+        raise ConfigError(
+            f"--nvme {args.nvme!r} is not a directory\n"
+            "  fix:   a directory on the drive; none to plan without storage; or leave it out"
+        )
+    if not path.exists():
+        print(
+            f"note: --nvme {args.nvme} does not exist on this machine; it is only copied into the printed Config, and "
+            "the drive that is planned is the profile's",
+            file=sys.stderr,
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, min(number, 2 * wanted) + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+
+
+def _no_such_folder(name: str) -> str:
+    """A path that is not there, or a repository's name on the hub."""
+    own_name = name.rpartition("/")[2]
+    known = f"--model {own_name.lower()}; or " if own_name.lower() in models.known_names() else ""
+    return (
+        f"--model {name}: there is no such folder, and nothing is downloaded\n"
+        f"  fix:   {known}hf download {name} config.json --local-dir {own_name}, then --model {own_name}"
+    )
 
 
 def _size(option: str, text: str | None) -> int | None:

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = plan_arguments.hardware_of(args)
     job = plan_arguments.job_of(args, hardware)
     model = plan_arguments.model_of(args)
+    plan_arguments.check_drive(args)
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {args.trace}: the directory does not exist")
     started = time.perf_counter()

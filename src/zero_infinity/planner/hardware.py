@@ -13,13 +13,16 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from zero_infinity.byte_sizes import parse_bytes
 from zero_infinity.errors import ConfigError
+
+# Memory moves about twice what updates reach of it: `update_rate` of the profiles is half of the data sheet's figure.
+_MEMORY_PER_UPDATE = 2
 
 
 class TierKind(enum.StrEnum):
@@ -79,6 +82,30 @@ class Hardware:
     def gather_link(self, num_nodes: int) -> float:
         """Bytes a second into one device during an all-gather over all devices."""
         return self.node_link if num_nodes == 1 else min(self.node_link, self.cluster_link)
+
+    def with_devices(self, num_devices: int) -> Hardware:
+        """A node with more devices than the profile has: an extrapolation.
+
+        Each device has a host link of its own, all together at most what the host's memory moves. Devices without links
+        between them go through the host: a byte goes up one link and down another. Drives and cores stay as they are.
+        """
+        if num_devices <= self.devices_per_node:
+            return self
+        if self.device is None:
+            raise ConfigError(
+                f"gpus is {num_devices}, but {self.name} has none: its CPU computes\n"
+                f"  fix:   leave out --gpus, or --nodes {num_devices}"
+            )
+        grown = num_devices / self.devices_per_node
+        host = self.host
+        most = max(host.read, _MEMORY_PER_UPDATE * self.update_rate)
+        wider = replace(host, read=min(host.read * grown, most), write=min(host.write * grown, most))
+        return replace(
+            self,
+            devices_per_node=num_devices,
+            node_link=self.node_link if math.isfinite(self.node_link) else min(host.one_device, most / 2),
+            tiers=tuple(wider if tier is host else tier for tier in self.tiers),
+        )
 
 
 def names() -> list[str]:

@@ -151,10 +151,12 @@ def transformer(
     vocabulary: int = 0,
     tied: bool = True,
     name: str | None = None,
+    keeps_scores: bool = True,
 ) -> ModelShape:
     """A GPT-like Transformer: four linear layers and attention a block, and embeddings where there is a vocabulary.
 
-    Norms and biases are left out, as in the papers: below 0.1% at any width that needs planning.
+    Norms and biases are left out, as in the papers: below 0.1% at any width that needs planning. `keeps_scores`: the
+    scores of attention are kept for backward, as in the papers; torch's own attention computes them again.
     """
     for label, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("seq", seq)):
         if value < 1:
@@ -167,7 +169,7 @@ def transformer(
             OperatorShape("embedding", vocabulary * hidden, 0.0, hidden, weight_in_backward=False, num_rows=vocabulary)
         )
     for block in range(layers):
-        operators += _block(block, hidden, heads, seq)
+        operators += _block(block, hidden, seq, heads if keeps_scores else 0)
     if vocabulary:
         unit = "embedding" if tied else "head"
         logits = 2.0 * vocabulary * hidden
@@ -177,8 +179,11 @@ def transformer(
     return ModelShape(name or f"{layers} x {hidden}", tuple(operators), hidden, seq)
 
 
-def _block(block: int, hidden: int, heads: int, seq: int) -> list[OperatorShape]:
-    """What each operator saves adds up to the 16 x hidden + 2 x heads x seq of ZeRO-Infinity's section 3."""
+def _block(block: int, hidden: int, seq: int, heads: int) -> list[OperatorShape]:
+    """What each operator saves adds up to the 16 x hidden + 2 x heads x seq of ZeRO-Infinity's section 3.
+
+    `heads`: whose scores are kept.
+    """
     scores = 4.0 * seq * hidden  # queries by keys, and weights by values
     square = hidden**2
     return [
@@ -227,4 +232,13 @@ def known(name: str, seq: int | None = None) -> ModelShape:
             "  fix:   one of these, the path of a Hugging Face config.json, or --layers, --hidden and --heads"
         )
     layers, hidden, heads, own_seq, vocabulary = _KNOWN[name.lower()]
-    return transformer(layers, hidden, heads, seq or own_seq, vocabulary=vocabulary, name=name.lower())
+    of_the_paper = not vocabulary
+    return transformer(
+        layers,
+        hidden,
+        heads,
+        seq or own_seq,
+        vocabulary=vocabulary,
+        name=name.lower(),
+        keeps_scores=of_the_paper,
+    )

@@ -7,6 +7,7 @@ bandwidth from the paper's equations at this machine's speed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zero_infinity.errors import CapacityError
@@ -21,6 +22,12 @@ from zero_infinity.trace import Trace
 
 _MAX_NODES = 4096
 _MIN_SEQ = 64  # shorter sequences are not suggested
+_MAX_SEQ = 1 << 24  # nor longer ones
+
+# Kinds of data on a tier whose bytes are chosen: as much as there is room for.
+GATHERED = "parameters in use (device_memory)"
+LEAVING = "room for gradients that leave"
+STREAMING = "cache of the slower tier, gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,19 @@ class Plan:
     written_per_node: int  # bytes a step, to storage
     drive_life_seconds: float | None
     largest_model: int  # parameters, by states alone
+
+    def least_bytes(self, tier: HardwareTier) -> int:
+        """What must be on a tier, of one device or node: caches may be smaller, but hold one unit or the least."""
+        inputs = self.inputs
+        uses = dict(next(use for use in self.tiers if use.tier is tier).uses)
+        if inputs.device_cache is not None and tier is inputs.hardware.device:
+            largest = max((inputs.whole_bytes(name) for name in inputs.units), default=0)
+            uses[GATHERED], uses[LEAVING] = largest, largest
+        if tier is inputs.hardware.host and inputs.job.memory is not None:
+            uses[STREAMING] = max(uses.get(STREAMING, 0), inputs.job.memory)
+        elif tier is inputs.hardware.host:
+            uses.pop(STREAMING, None)
+        return sum(uses.values())
 
     @property
     def settings(self) -> dict[str, str | int]:
@@ -110,11 +130,16 @@ def largest_model(hardware: Hardware, job: TrainingJob) -> int:
     return job.num_nodes * node_bytes // per_parameter
 
 
-def alternatives(model: ModelShape, hardware: Hardware, job: TrainingJob, *, shorten: bool = False) -> list[str]:
+def alternatives(
+    model: ModelShape,
+    hardware: Hardware,
+    job: TrainingJob,
+    *,
+    with_seq: Callable[[int], ModelShape] | None = None,
+) -> list[str]:
     """Options that would make a job work that does not fit; each one was tried.
 
-    `shorten`: try shorter sequences as well. A token is taken to cost as much as in the long one, which is more than it
-    would.
+    `with_seq` makes the same model for a shorter sequence. A shorter one is tried if there is a long one to shorten.
     """
     found: list[str] = []
     nodes = 2 * job.num_nodes
@@ -127,16 +152,24 @@ def alternatives(model: ModelShape, hardware: Hardware, job: TrainingJob, *, sho
         batch //= 2
     if batch >= 1:
         found.append(f"--batch {batch}")
-    seq = model.seq // 2 if shorten else 0
-    while seq >= _MIN_SEQ and not works(replace(model, seq=seq), hardware, job):
-        seq //= 2
-    if seq >= _MIN_SEQ:
+    seq = _longest_that_works(with_seq, model.seq, hardware, job) if with_seq is not None else None
+    if seq is not None:
         found.append(f"--seq {seq}")
     if job.memory is not None and works(model, hardware, replace(job, memory=None)):
         found.append("no --memory: all that the machine has")
     if job.device_memory is not None and works(model, hardware, replace(job, device_memory=None)):
         found.append("no --device-memory: what activations and states leave")
     return found
+
+
+def _longest_that_works(
+    with_seq: Callable[[int], ModelShape], seq: int, hardware: Hardware, job: TrainingJob
+) -> int | None:
+    """The largest power of two below `seq` that works."""
+    shorter = 1 << (min(seq, _MAX_SEQ) - 1).bit_length() - 1
+    while shorter >= _MIN_SEQ and not works(with_seq(shorter), hardware, job):
+        shorter //= 2
+    return shorter if shorter >= _MIN_SEQ else None
 
 
 def works(model: ModelShape, hardware: Hardware, job: TrainingJob) -> bool:
@@ -164,9 +197,10 @@ def _tier_uses(inputs: PlanInputs, model: ModelShape) -> tuple[TierUse, ...]:
     computing = hardware.device or hardware.host
     uses[computing]["activations, working"] = inputs.workload.working_bytes
     if inputs.device_cache is not None and hardware.device is not None:
-        uses[hardware.device]["gathered parameters, gradients"] = inputs.gathered_bytes
+        uses[hardware.device][GATHERED] = inputs.device_cache
+        uses[hardware.device][LEAVING] = inputs.gathered_bytes - inputs.device_cache
     if inputs.streaming_bytes:
-        uses[hardware.host]["cache of the slower tier, gradients"] = inputs.streaming_bytes
+        uses[hardware.host][STREAMING] = inputs.streaming_bytes
     return tuple(TierUse(tier, kinds) for tier, kinds in uses.items())
 
 

@@ -134,3 +134,18 @@ def test_a_file_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(bytes(range(256)))
     with pytest.raises(ConfigError, match="is no text"):
         hardware.load(str(tmp_path / "bytes.toml"))
+
+
+def test_a_node_with_more_devices_than_its_profile() -> None:
+    one = hardware.load("rtx4090")
+    assert one.with_devices(1) is one
+    four = one.with_devices(4)
+    assert four.devices_per_node == 4
+    assert four.host.one_device == one.host.read
+    assert one.host.read < four.host.read <= 2 * one.update_rate
+    assert four.node_link == one.host.one_device
+    assert (four.storage, four.update_rate) == (one.storage, one.update_rate)
+    sixteen = hardware.load("dgx-h100").with_devices(16)
+    assert sixteen.node_link == hardware.load("dgx-h100").node_link
+    with pytest.raises(ConfigError, match="its CPU computes"):
+        hardware.load("laptop").with_devices(2)

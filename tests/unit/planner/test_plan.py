@@ -44,12 +44,13 @@ def test_changes_that_are_suggested_work() -> None:
     assert not works(model, hardware, job)
     with pytest.raises(CapacityError):
         make_plan(model, hardware, job)
-    found = alternatives(model, hardware, job, shorten=True)
+    found = alternatives(model, hardware, job, with_seq=lambda seq: known("gpt3-13b", seq))
     batch = next(change for change in found if change.startswith("--batch")).split()[1]
     assert works(model, hardware, replace(job, batch=int(batch)))
     assert not works(model, hardware, replace(job, batch=2 * int(batch)))
     seq = next(change for change in found if change.startswith("--seq")).split()[1]
-    assert works(replace(model, seq=int(seq)), hardware, job)
+    assert works(known("gpt3-13b", int(seq)), hardware, job)
+    assert not works(known("gpt3-13b", 2 * int(seq)), hardware, job)
 
 
 def test_a_setting_that_is_too_small_may_be_left_out() -> None:
