@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+# A shell starts background jobs with SIGINT ignored, and processes that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported, here and in every process that a test starts. Several workers share the cores, and an OpenMP
 # team spins while it waits: on a busy machine that takes more time than the computation. A test that needs more threads
