@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from pathlib import Path
-
-# A shell starts background jobs with SIGINT ignored, and processes that tests start would inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported, here and in every process that a test starts. Several workers share the cores, and an OpenMP
 # team spins while it waits: on a busy machine that takes more time than the computation. A test that needs more threads
@@ -17,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes that tests start find tests/support, too.
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+# A shell starts what runs in the background with SIGINT ignored, and every process that a test starts inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from support import hypothesis_profile
@@ -36,3 +37,13 @@ def _cheap_seeds() -> None:
         from support.cpu_seeds import seed_the_cpu_only
 
         seed_the_cpu_only()
+
+
+@pytest.fixture(autouse=True)
+def _the_same_seeds() -> None:
+    """What a test draws does not depend on what ran before in its process."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from benchmarks.free_port import free_port
 
 # Longer than any survivor may live on.
 _PATIENCE_SECONDS = 120.0
@@ -55,7 +56,7 @@ class Run:
     def __init__(self, folder: Path, num_ranks: int, argv: Sequence[str]) -> None:
         self._folder = folder
         self._num_ranks = num_ranks
-        port = _free_port()
+        port = free_port()
         made = context()
         for stale in folder.glob("joined*"):
             stale.unlink()
@@ -138,9 +139,3 @@ def _rank(rank: int, num_ranks: int, port: int, folder: str, argv: list[str]) ->
 
     torch.distributed.init_process_group = joined
     sys.exit(main(["train", *argv]))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

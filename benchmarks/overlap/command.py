@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.free_port import free_port
 from benchmarks.overlap.run import Run
 from benchmarks.provenance import keep, provenance
 from benchmarks.tables import aligned
@@ -101,9 +101,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, Run, int]]:
 
 def measure(name: str, chosen: Run, num_ranks: int) -> Result:
     """Run it in processes of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.overlap.rank_run", json.dumps(asdict(chosen))]
     ranks = [

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.free_port import free_port
 from benchmarks.peers import plot
 from benchmarks.peers.report import Building, Contest, Entry, PeersReport
 from benchmarks.provenance import provenance
@@ -242,9 +242,7 @@ def extensions_folder() -> Iterator[str]:
 
 def _launcher(extensions: str) -> dict[str, str]:
     """What a launcher says to the only rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**rank, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,15 +15,14 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
+from benchmarks.free_port import free_port
 from benchmarks.turns.child_process import end_with
 from benchmarks.turns.messages import Race, Setting
 
 
 def launch_others(race: Race, setting: Setting) -> None:
     """StartReport ranks 1 and up, and make the group; this process is rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     order = {"race": asdict(race), "setting": asdict(setting), "parent": os.getpid(), "port": port}
     for rank in range(1, setting.ranks):
         command = [sys.executable, "-m", "benchmarks.turns.other_ranks", json.dumps({**order, "rank": rank})]

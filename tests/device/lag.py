@@ -60,9 +60,12 @@ def _import_built(folder: Path) -> ModuleType | None:
 def _build(folder: Path, sources: list[Path]) -> ModuleType:
     from torch.utils import cpp_extension  # imports setuptools
 
+    # As one file: reading torch's headers takes most of the time.
+    whole = folder / "whole.cpp"
+    whole.write_text("".join(f'#include "{file}"\n' for file in sources))
     extension: ModuleType = cpp_extension.load(
         NAME,
-        [str(file) for file in sources],
+        [str(whole)],
         build_directory=str(folder),
         extra_cflags=["-O1", "-std=c++20", "-Wall", "-Wno-unused-function"],
         with_cuda=False,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.patience import SECONDS
+from support.ports import free_port
 from support.trainers import VOCABULARY, save_pretrained_folder
 from transformers import AutoModelForCausalLM
 
@@ -37,12 +37,6 @@ def run(*command: str | Path) -> str:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def torchrun(num_ranks: int) -> list[str | Path]:

@@ -5,9 +5,7 @@ They are forked from a server that has torch loaded, which takes far less time t
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,9 +16,8 @@ import torch
 
 from support import forkserver
 from support.patience import SECONDS
+from support.ports import free_port
 from zero_infinity.cli.main import main
-
-_offsets = itertools.count(os.getpid())  # another run of the tests begins elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Running:
     ) -> None:
         self.folder = folder
         context = forkserver.context()
-        port = _free_port()
+        port = free_port()
         self.processes = [
             context.Process(
                 target=_rank,
@@ -94,17 +91,3 @@ class Running:
         ]
         assert not late, ended
         return ended
-
-
-def _free_port() -> int:
-    """A port that no other test takes meanwhile.
-
-    It is below those that the kernel hands out, and each worker of pytest-xdist has a range of its own.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for _ in range(500):
-        port = 10_000 + 500 * (worker % 40) + next(_offsets) % 500
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-    raise OSError("no port is free")

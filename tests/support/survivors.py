@@ -11,7 +11,6 @@ import atexit
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from torch import nn
 import zero_infinity as zi
 from support import forkserver
 from support.patience import SECONDS, wait_until
+from support.ports import free_port
 from support.rank_scripts import adamw, small_blocks
 from zero_infinity.comm import channel, process_group, transport
 from zero_infinity.storage.crc32 import crc32
@@ -202,9 +202,7 @@ def run(kill: Kill, *, patience: float = SECONDS) -> Killed:
     """Run ranks of which one is killed, or stopped for a while."""
     context = forkserver.context()
     with tempfile.TemporaryDirectory() as directory:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         pipes = [context.Pipe(duplex=False) for _ in range(kill.num_ranks)]
         processes = [
             context.Process(target=_run, args=(rank, kill, directory, port, pipes[rank][1]))

@@ -167,3 +167,12 @@ def test_a_public_class_name_stands_once() -> None:
             places[node.name].append(module)
     twice = {name for name, found in places.items() if len(found) > 1}
     is_shorter(twice, SAME_NAMES, "class names that stand more than once")
+
+
+def test_a_test_file_has_a_name_of_its_own() -> None:
+    """Where folders are no packages, pytest and processes that tests start know a file by its name alone."""
+    places = defaultdict(list)
+    for path in sorted(TESTS.rglob("*.py")):
+        if not (path.parent / "__init__.py").exists() and path.name != "conftest.py":
+            places[path.name].append(str(path.relative_to(TESTS)))
+    assert not [found for found in places.values() if len(found) > 1]
