@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.compare import adamw
@@ -46,6 +48,21 @@ def test_the_device_of_the_model_and_not_the_current_one() -> None:
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB"))
     trained(model, optimizer, torch.device("lag:2"))
     assert model[0].weight.device == torch.device("lag:2")
+
+
+def test_a_checkpoint_has_the_random_numbers_of_the_models_device(tmp_path: Path) -> None:
+    """Which is not the current one."""
+    device = torch.device("lag:2")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout()).to(device)
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB"))
+    generator = torch.get_device_module(device).get_rng_state
+    torch.rand(3, device=device)
+    zi.save(tmp_path, model, optimizer)
+    saved, current = generator(device), generator(DEVICE)
+    torch.rand(3, device=device)
+    zi.load(tmp_path, model, optimizer)
+    assert torch.equal(generator(device), saved)
+    assert torch.equal(generator(DEVICE), current)
 
 
 def test_a_device_by_name() -> None:

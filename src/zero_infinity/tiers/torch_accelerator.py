@@ -167,6 +167,12 @@ class StreamMemory:
         leased = num_storage_uses(base) > self._own_uses
         self._pool.give(base, list(self._streams), is_leased=leased)
 
+    def __del__(self) -> None:
+        # Not released: the model is gone, and its last kernels may not have run.
+        if self._base is not None:
+            for stream in self._streams:
+                self._base.record_stream(stream)
+
 
 class MemoryPool:
     """Device memory within a byte budget, reused by size. All of it is allocated and first written on one stream."""
