@@ -8,12 +8,13 @@ follows the code.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
@@ -388,8 +389,8 @@ MUTATIONS = [
 ]
 
 
-def is_found(mutation: Mutation, folder: Path) -> bool:
-    """Run the tests with the mutation; True if one fails."""
+def failed_test(mutation: Mutation, folder: Path) -> str | None:
+    """Run the tests with the mutation; returns the first one that fails."""
     source = folder / "src"
     shutil.copytree(PROJECT / "src", source)
     file = source / "zero_infinity" / mutation.file
@@ -407,19 +408,33 @@ def is_found(mutation: Mutation, folder: Path) -> bool:
         "TEST_DEVICE_PINS": mutation.pins,
         "PYTHONPATH": f"{source}{os.pathsep}{PROJECT / 'tests'}",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--timeout", "120", mutation.tests]
-    return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True).returncode != 0
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--timeout", "120", *mutation.tests.split()]
+    run = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
+    if run.returncode not in (0, 1, 2) or "error" in run.stdout.splitlines()[-1]:
+        raise SystemExit(f"{mutation.what}: the tests did not run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
+    failed = [line.split("FAILED ")[1].split(" - ")[0] for line in run.stdout.splitlines() if "FAILED " in line]
+    return (failed or ["a test"])[0] if run.returncode else None
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutations whose text contains this")
+    only = parser.parse_args().only
+    chosen = [mutation for mutation in MUTATIONS if only in mutation.what]
+    # Without a mutation, all of these tests pass.
+    nothing = {(m.tests, m.pins): replace(m, what="nothing", text="import", instead="import") for m in chosen}
     survivors = []
-    for mutation in MUTATIONS:
+    for mutation in [*nothing.values(), *chosen]:
         with tempfile.TemporaryDirectory() as folder:
-            found = is_found(mutation, Path(folder))
-        print(f"{'found   ' if found else 'SURVIVED'} without: {mutation.what}", flush=True)
-        if not found:
+            failed = failed_test(mutation, Path(folder))
+        if mutation.what == "nothing":
+            if failed is not None:
+                raise SystemExit(f"{failed} fails without a mutation")
+            continue
+        print(f"{'SURVIVED' if failed is None else 'found   '} without: {mutation.what} ({failed})", flush=True)
+        if failed is None:
             survivors.append(mutation.what)
-    print(f"{len(MUTATIONS) - len(survivors)} of {len(MUTATIONS)} found")
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found")
     sys.exit(1 if survivors else 0)
 
 

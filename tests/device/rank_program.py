@@ -84,6 +84,14 @@ def train(rank: int, *, built_on: str, seed: int, at_home: str, config: dict[str
     }
 
 
+def prepare_on(rank: int, devices: list[str], backend: str) -> None:
+    """Prepare a model, on a device for each rank, over a group with this backend."""
+    device_of(rank, seed=0)
+    model = make(torch.device("cpu"))
+    group = dist.new_group(backend=backend)
+    zi.prepare(model, adamw(model), zi.Config(memory="4MiB", stage=2), device=devices[rank], group=group)
+
+
 class Fork(nn.Module):
     """Each rank goes another way."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.device import DEVICE, WHY_NOT
-from support.ranks import run_ranks
+from support.ranks import run_ranks, try_ranks
 
 from device import rank_program
 
@@ -153,6 +153,19 @@ def test_clipping_over_ranks(stage: int) -> None:
     for result in train(2, stage=stage, memory="4MiB", at_home="some", max_grad_norm=0.05):
         for name, value in weights.items():
             assert torch.allclose(result["weights"][name], value, atol=1e-6), name
+
+
+def test_a_rank_without_a_device_is_named() -> None:
+    for outcome in try_ranks(2, rank_program.prepare_on, ["lag:0", "cpu"], "cpu:gloo,lag:lag"):
+        assert str(outcome.error).startswith(
+            "UsageError: rank 1 differs from rank 0 in the device to compute on: cpu and lag\n"
+            "  fix:   start every rank with a device, or none"
+        )
+
+
+def test_a_process_group_without_a_backend_for_the_device_is_refused() -> None:
+    for outcome in try_ranks(2, rank_program.prepare_on, ["lag:0", "lag:1"], "cpu:gloo"):
+        assert "UsageError: the process group has no backend for tensors on lag" in str(outcome.error)
 
 
 def test_threads_that_gather_at_the_same_time_do_not_mix_up_their_launches() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -135,6 +136,31 @@ def test_the_computing_threads_never_wait_for_the_device() -> None:
     zi.synchronize(model)
     assert not waits, (by_thread, threading.enumerate())
     assert loss.item() > 0
+
+
+class Counting(torch.optim.SGD):
+    """Notes on which thread it runs, and on how many cores."""
+
+    seen: ClassVar[set[tuple[str, int]]] = set()
+
+    def step(self, closure: None = None) -> None:
+        self.seen.add((threading.current_thread().name, torch.get_num_threads()))
+        super().step(closure)
+
+
+def test_updates_on_the_host_use_all_cores() -> None:
+    model = mlp()
+    model, optimizer = zi.prepare(model, Counting(model.parameters(), lr=0.1), zi.Config(memory="8MiB"), device=DEVICE)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        Counting.seen.clear()
+        mean_square(model, vectors()(0).to(DEVICE)).backward()
+        optimizer.step()
+        zi.synchronize(model)
+    finally:
+        torch.set_num_threads(before)
+    assert Counting.seen == {("zero-infinity-update", 2)}
 
 
 @pytest.mark.skipif(
