@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compare import adamw
+from support.compare import adamw, wait_for_end
 from support.device import DEVICE, WHY_NOT
 from torch import nn
 
@@ -63,6 +63,28 @@ def test_a_checkpoint_has_the_random_numbers_of_the_models_device(tmp_path: Path
     zi.load(tmp_path, model, optimizer)
     assert torch.equal(generator(device), saved)
     assert torch.equal(generator(DEVICE), current)
+
+
+class KeepsItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.layer(x)
+        return self.kept
+
+
+def test_a_model_that_keeps_its_output_can_go() -> None:
+    """Its graph refers to its parameters, and they must not refer to the model."""
+    wait_for_end(set())
+
+    def use() -> None:
+        model, optimizer = zi.prepare(model := KeepsItsOutput(), adamw(model), zi.Config(memory="8MiB"), device=DEVICE)
+        trained(model, optimizer, DEVICE)
+
+    use()
+    wait_for_end(set())
 
 
 def test_a_device_by_name() -> None:
