@@ -157,6 +157,11 @@ class TrainingEngine:
         return self._built.channels.steps if self._built.channels is not None else None
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._accelerator.device if self._accelerator is not None else torch.device("cpu")
+
+    @property
     def verify(self) -> bool:
         return self.parameter_store.config.verify
 

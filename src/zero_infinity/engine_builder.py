@@ -6,7 +6,9 @@ and values move into blocks. The parameters are offloaded last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -293,7 +295,7 @@ class EngineBuilder:
             device,
             store.parts.make_policy,
             budget,
-            self._copy_lookahead(budget, is_gathered=channel is not None),
+            self._copy_lookahead(is_gathered=channel is not None)(budget),
             channel=channel,
             tier_name=COPIES if self._accelerator is None else DEVICE,
             direct=self._find_direct_reader(channels),
@@ -306,10 +308,11 @@ class EngineBuilder:
             keep_near([*io_threads, cache.copier.thread_id], cores_near(self._environment.device))
         return cache
 
-    def _copy_lookahead(self, budget: int, *, is_gathered: bool) -> int:
+    def _copy_lookahead(self, *, is_gathered: bool) -> Callable[[int], int]:
+        """Return a function of the budget. It does not refer to the model, or the cache would keep that."""
         if self._trains:
-            return copy_lookahead(budget, on_device=self._accelerator is not None and not is_gathered)
-        return inference_lookahead([copy_size(unit) for unit in self.layout.units], budget)
+            return partial(copy_lookahead, on_device=self._accelerator is not None and not is_gathered)
+        return partial(inference_lookahead, [copy_size(unit) for unit in self.layout.units])
 
     def _find_direct_reader(self, channels: Channels | None) -> DirectReader | None:
         nvme = self._config.nvme
@@ -325,7 +328,7 @@ class EngineBuilder:
         return make_device_room(
             accelerator,
             cache,
-            lambda budget: self._copy_lookahead(budget, is_gathered=is_gathered),
+            self._copy_lookahead(is_gathered=is_gathered),
             least=self.layout.least_on_device,
             channel=channels.steps if channels is not None and is_gathered else None,
             trains=self._trains,

@@ -13,7 +13,8 @@ So the number is set where it is stored per thread: in the OpenMP library that t
 MKL, which has a separate setting if the user has set one; optimizers on slices have no matrix products.
 
 An optimizer that sums over a whole parameter, or multiplies matrices, gives other bits with another number of threads.
-`cores` gives such an update the number that plain PyTorch would have used.
+`cores` gives such an update the number that plain PyTorch would have used, and every update if the model computes on an
+accelerator: then the cores have nothing else to do.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ def cores(num_threads: int) -> Iterator[None]:
     if num_threads == 1 or not getattr(_one_core, "is_set", False):
         yield
         return
+    before = torch.get_num_threads()
     _set_num_threads(num_threads)
     try:
         yield
     finally:
-        _set_num_threads(1)
+        _set_num_threads(before)
 
 
 def _set_num_threads(num_threads: int) -> None:

@@ -154,6 +154,8 @@ def _module(extension: ModuleType) -> ModuleType:
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed_all,
         "empty_cache": torch.accelerator.memory.empty_cache,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
     }
     if os.environ.get("TEST_DEVICE_PINS", "1") == "1":
         names["cudart"] = lambda: Runtime(extension)

@@ -8,12 +8,13 @@ follows the code.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
@@ -23,6 +24,8 @@ MEMORY = "tests/device/test_torch_accelerator.py"
 RANKS = "tests/device/test_ranks.py"
 DIRECT = "tests/device/test_direct_read.py"
 HOMES = "tests/device/test_device_homes.py"
+ACTIVATIONS = "tests/device/test_activations.py"
+ARENA = "tests/unit/storage/test_arena.py"
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "a buffer of the ring is reused after its copy",
         "tiers/pinned_ring.py",
-        "            event.synchronize()",
-        "            pass",
+        "        if event is not None:\n            event.synchronize()",
+        "        if event is not None:\n            pass",
         tests=MEMORY,
         pins="0",
     ),
@@ -191,11 +194,203 @@ MUTATIONS = [
         'accelerator_pinning(device) if device.type != "cpu" else None',
         "None",
     ),
+    # Copies of parameters.
+    Mutation(
+        "only pinned memory is copied without the ring",
+        DEVICE,
+        " and source.is_pinned()",
+        "",
+        tests=f"{TRANSFERS}::test_no_asynchronous_copy_from_unpinned_memory",
+        pins="0",
+    ),
+    Mutation(
+        "a copy is used after it is made", "tiers/copier.py", "            self._transfer.order()", "            pass"
+    ),
+    Mutation("a copy notes who uses it", "tiers/copier.py", "            self.memory.used()", "            pass"),
+    Mutation(
+        "the source of a copy is released after it",
+        "tiers/copier.py",
+        "        with reading:\n            transfer.wait()",
+        "        with reading:\n            pass",
+    ),
+    Mutation(
+        "a block stays in host memory for its copy",
+        "tiers/device_cache.py",
+        "        self._host_cache.store.hold_to_read(block)\n",
+        "",
+    ),
+    Mutation(
+        "a changed copy is written home after its download",
+        "tiers/device_cache.py",
+        "            transfer.wait()\n",
+        "",
+        tests=HOMES,
+    ),
+    Mutation(
+        "a copy within the device is made after the last update of its source",
+        "tiers/device_cache.py",
+        "written=self._copier.device.computed()",
+        "written=None",
+        tests=HOMES,
+    ),
+    Mutation(
+        "a copy within the device is used after it is made",
+        DEVICE,
+        "            target.copy_(source)\n            return StreamTransfer(self._device, self._up.record_event())",
+        "            target.copy_(source)\n            return FINISHED",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "a tensor over a copy keeps its memory",
+        DEVICE,
+        "leased = num_storage_uses(base) > self._own_uses",
+        "leased = False",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "memory belongs to the stream of uploads",
+        DEVICE,
+        "with self._lock, self._stream:",
+        "with self._lock:",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "memory of a model that is gone is kept for its last kernels",
+        DEVICE,
+        "                self._base.record_stream(stream)",
+        "                pass",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "weights that are made whole note who uses them",
+        "tiling/materialize.py",
+        "        memory.used()",
+        "        pass",
+        tests=MEMORY,
+    ),
+    # Gradients.
+    Mutation(
+        "a gradient is used after its download",
+        "optim/flat_gradient.py",
+        "        self._transfer.wait()\n",
+        "",
+    ),
+    Mutation(
+        "what another rank asks for is sent after its update",
+        "tiers/unit_gather.py",
+        "torch.accelerator.synchronize(block.on_device.device)",
+        "pass",
+        tests=f"{RANKS}::test_what_another_rank_asks_for_has_its_update",
+    ),
+    # Saved tensors.
+    Mutation(
+        "a saved tensor goes down after it is computed",
+        "tiers/link.py",
+        "            self._down.wait_event(computed)\n",
+        "",
+        tests=ACTIVATIONS,
+    ),
+    Mutation(
+        "a saved tensor is kept until it is down",
+        "tiers/link.py",
+        "                self._down.record_event().synchronize()",
+        "                pass",
+        tests=ACTIVATIONS,
+    ),
+    Mutation(
+        "a buffer of the ring is emptied after its copy",
+        "tiers/pinned_ring.py",
+        "            target, staged, event = filling\n            event.synchronize()",
+        "            target, staged, event = filling",
+        tests=ACTIVATIONS,
+        pins="0",
+    ),
+    Mutation(
+        "only pinned memory takes a saved tensor without the ring",
+        "tiers/link.py",
+        "if target.is_pinned():",
+        "if True:",
+        tests=ACTIVATIONS,
+        pins="0",
+    ),
+    Mutation(
+        "only pinned memory gives a saved tensor without the ring",
+        "tiers/link.py",
+        "if source.is_pinned():",
+        "if True:",
+        tests=ACTIVATIONS,
+        pins="0",
+    ),
+    Mutation(
+        "a saved tensor is used after it is up",
+        "activations/device_activation_storage.py",
+        "        transfer.order()\n",
+        "",
+        tests=ACTIVATIONS,
+    ),
+    Mutation(
+        "memory of a saved tensor is recorded",
+        "activations/device_activation_storage.py",
+        "        memory.record_stream(torch.accelerator.current_stream(device))",
+        "        pass",
+        tests=ACTIVATIONS,
+    ),
+    Mutation(
+        "the block of a saved tensor is released after it is up",
+        "activations/device_activation_storage.py",
+        "                    uploaded[1].wait()",
+        "                    pass",
+        tests=ACTIVATIONS,
+    ),
+    Mutation(
+        "the block of a saved tensor stays in host memory until it is up",
+        "activations/device_activation_storage.py",
+        "        self._blocks.host_cache.store.hold_to_read(slot.block)\n",
+        "",
+        tests=ACTIVATIONS,
+    ),
+    # Memory that is given back.
+    Mutation(
+        "memory goes back to the device after its last use",
+        DEVICE,
+        "            self._drop_oldest()\n        torch.accelerator.synchronize(self.device)",
+        "            self._drop_oldest()",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "a device is done before its engine ends",
+        DEVICE,
+        "    def close(self) -> None:\n        torch.accelerator.synchronize(self._device)",
+        "    def close(self) -> None:\n        pass",
+        tests=MEMORY,
+    ),
+    Mutation(
+        "free host memory is unpinned when no copy reads it",
+        "storage/arena.py",
+        "            self._pinning.synchronize()\n            for start",
+        "            for start",
+        tests=ARENA,
+    ),
+    Mutation(
+        "host memory is unpinned when no copy reads it",
+        "storage/arena.py",
+        "            self._pinning.synchronize()\n            self._pinning.unregister(region)",
+        "            self._pinning.unregister(region)",
+        tests=ARENA,
+    ),
+    # The probe of direct reads.
+    Mutation(
+        "the probe reads after its memory is cleared",
+        "tiers/direct_read.py",
+        "    torch.accelerator.synchronize(device)\n    reader =",
+        "    reader =",
+        tests=DIRECT,
+    ),
 ]
 
 
-def is_found(mutation: Mutation, folder: Path) -> bool:
-    """Run the tests with the mutation; True if one fails."""
+def failed_test(mutation: Mutation, folder: Path) -> str | None:
+    """Run the tests with the mutation; returns the first one that fails."""
     source = folder / "src"
     shutil.copytree(PROJECT / "src", source)
     file = source / "zero_infinity" / mutation.file
@@ -204,7 +399,8 @@ def is_found(mutation: Mutation, folder: Path) -> bool:
         raise SystemExit(f"{mutation.what}: {mutation.file} has no {mutation.text!r}")
     mutated = text.replace(mutation.text, mutation.instead)
     if "FINISHED" in mutation.instead:
-        mutated = mutated.replace("import ComputeDevice", "import FINISHED, ComputeDevice")
+        for name in ("ComputeDevice", "DeviceTransfer"):
+            mutated = mutated.replace(f"import {name}\n", f"import FINISHED, {name}\n")
     file.write_text(mutated)
     environment = {
         **os.environ,
@@ -212,19 +408,33 @@ def is_found(mutation: Mutation, folder: Path) -> bool:
         "TEST_DEVICE_PINS": mutation.pins,
         "PYTHONPATH": f"{source}{os.pathsep}{PROJECT / 'tests'}",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--timeout", "120", mutation.tests]
-    return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True).returncode != 0
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--timeout", "120", *mutation.tests.split()]
+    run = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
+    if run.returncode not in (0, 1, 2) or "error" in run.stdout.splitlines()[-1]:
+        raise SystemExit(f"{mutation.what}: the tests did not run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
+    failed = [line.split("FAILED ")[1].split(" - ")[0] for line in run.stdout.splitlines() if "FAILED " in line]
+    return (failed or ["a test"])[0] if run.returncode else None
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutations whose text contains this")
+    only = parser.parse_args().only
+    chosen = [mutation for mutation in MUTATIONS if only in mutation.what]
+    # Without a mutation, all of these tests pass.
+    nothing = {(m.tests, m.pins): replace(m, what="nothing", text="import", instead="import") for m in chosen}
     survivors = []
-    for mutation in MUTATIONS:
+    for mutation in [*nothing.values(), *chosen]:
         with tempfile.TemporaryDirectory() as folder:
-            found = is_found(mutation, Path(folder))
-        print(f"{'found   ' if found else 'SURVIVED'} without: {mutation.what}", flush=True)
-        if not found:
+            failed = failed_test(mutation, Path(folder))
+        if mutation.what == "nothing":
+            if failed is not None:
+                raise SystemExit(f"{failed} fails without a mutation")
+            continue
+        print(f"{'SURVIVED' if failed is None else 'found   '} without: {mutation.what} ({failed})", flush=True)
+        if failed is None:
             survivors.append(mutation.what)
-    print(f"{len(MUTATIONS) - len(survivors)} of {len(MUTATIONS)} found")
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found")
     sys.exit(1 if survivors else 0)
 
 

@@ -71,14 +71,56 @@ def train(rank: int, *, built_on: str, seed: int, at_home: str, config: dict[str
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("zero-infinity")}
+    waits = sum(n for ident, n in EXTENSION.host_waits_by_thread().items() if ident not in ours)
     zi.synchronize(model)
-    counts = EXTENSION.counts(rank)
+    torch.accelerator.synchronize(device)
+    counts = {**EXTENSION.counts(rank), "host_waits": waits}
     return {
         "weights": {name: p.detach().cpu().clone() for name, p in model.named_parameters()},
         "losses": torch.stack(losses).cpu(),
         "counts": counts,
-        "units": [(u.num_elements, len(u.stored)) for u in zi.api.engine_of(model).units],
+        "units": [(u.num_elements, len(u.stored), len(u.owned)) for u in zi.api.engine_of(model).units],
     }
+
+
+def prepare_on(rank: int, devices: list[str], backend: str) -> None:
+    """Prepare a model, on a device for each rank, over a group with this backend."""
+    device_of(rank, seed=0)
+    model = make(torch.device("cpu"))
+    group = dist.new_group(backend=backend)
+    zi.prepare(model, adamw(model), zi.Config(memory="4MiB", stage=2), device=devices[rank], group=group)
+
+
+class Fork(nn.Module):
+    """Each rank goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.end = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        return self.end(self.ways[way](x).tanh())
+
+
+def train_apart(rank: int, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train with long kernels, so that updates on the device are late; returns weights."""
+    device = device_of(rank, seed=0)
+    with living_on_device(lambda _: True):
+        model = Fork().to(device)
+        model, optimizer = zi.prepare(model, adamw(model), zi.Config(**config))
+    for number in range(NUM_STEPS):
+        data = batch(number, rank, device)
+        zi.synchronize(model)
+        torch.accelerator.synchronize(device)
+        EXTENSION.set_delays(probability=0.0, kernel_seconds=2e-3)
+        model(data, (number + rank) % 2).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def gather_from_two_threads(rank: int, num_gathers: int) -> list[torch.Tensor]:

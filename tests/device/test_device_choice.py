@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from support.compare import adamw
+from support.compare import adamw, wait_for_end
 from support.device import DEVICE, WHY_NOT
 from torch import nn
 
@@ -46,6 +48,43 @@ def test_the_device_of_the_model_and_not_the_current_one() -> None:
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB"))
     trained(model, optimizer, torch.device("lag:2"))
     assert model[0].weight.device == torch.device("lag:2")
+
+
+def test_a_checkpoint_has_the_random_numbers_of_the_models_device(tmp_path: Path) -> None:
+    """Which is not the current one."""
+    device = torch.device("lag:2")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout()).to(device)
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB"))
+    generator = torch.get_device_module(device).get_rng_state
+    torch.rand(3, device=device)
+    zi.save(tmp_path, model, optimizer)
+    saved, current = generator(device), generator(DEVICE)
+    torch.rand(3, device=device)
+    zi.load(tmp_path, model, optimizer)
+    assert torch.equal(generator(device), saved)
+    assert torch.equal(generator(DEVICE), current)
+
+
+class KeepsItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.layer(x)
+        return self.kept
+
+
+def test_a_model_that_keeps_its_output_can_go() -> None:
+    """Its graph refers to its parameters, and they must not refer to the model."""
+    wait_for_end(set())
+
+    def use() -> None:
+        model, optimizer = zi.prepare(model := KeepsItsOutput(), adamw(model), zi.Config(memory="8MiB"), device=DEVICE)
+        trained(model, optimizer, DEVICE)
+
+    use()
+    wait_for_end(set())
 
 
 def test_a_device_by_name() -> None:

@@ -11,7 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.compare import FITS_RAM, MINIMAL, Run, Setting, adamw, assert_same, compare, copied, sgd, training
+from support.compare import (
+    FITS_RAM,
+    MINIMAL,
+    Run,
+    Setting,
+    adamw,
+    assert_same,
+    compare,
+    copied,
+    sgd,
+    training,
+    wait_for_end,
+)
 from support.device import DEVICE, EXTENSION, WHY_NOT, moved, on_device
 from support.homes import living_on_device
 from support.models import CASES, mean_square, mlp, vectors
@@ -296,6 +308,7 @@ def counts_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 @pytest.mark.parametrize("config", [{}, {"max_grad_norm": 0.1}, {"gradient_accumulation_steps": 1}], ids=str)
 def test_nothing_moves_and_nobody_waits_if_all_lives_on_the_device(config: dict[str, Any]) -> None:
+    wait_for_end(set())  # an engine that closes waits for the device
     model = net()
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB", device_memory="4MiB", **config))
     assert homes(model) == {Home.DEVICE}

@@ -48,8 +48,10 @@ def delays(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_it_works_on_the_test_device(tmp_path: Path) -> None:
+    EXTENSION.set_delays(kernel_seconds=0.02)
     assert direct_read.why_not(DEVICE, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+    EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
 
 
 def test_bytes_that_do_not_arrive_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

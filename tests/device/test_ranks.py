@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.device import DEVICE, WHY_NOT
-from support.ranks import run_ranks
+from support.ranks import run_ranks, try_ranks
 
 from device import rank_program
 
@@ -84,17 +84,54 @@ def test_built_on_the_cpu_with_states_on_nvme(tmp_path: Path) -> None:
             assert torch.equal(result["weights"][name], value), name
 
 
-def test_each_link_carries_a_share_in_stage_three() -> None:
-    """A step uploads this rank's shard and downloads its shard of the gradients; the rest is between devices."""
-    for result in train(2, stage=3, memory="4MiB"):
-        whole = sum(4 * num_elements for num_elements, _ in result["units"])
-        stored = sum(4 * num_stored for _, num_stored in result["units"])
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_link_carries_its_share(stage: int, num_backwards: int) -> None:
+    """Up: the parameters that this rank stores. Down: its part of each sum, which devices have made. No thread that
+    computes waits for its device."""
+    weights, losses = expected(2, num_backwards=num_backwards, averages_each=True)
+    config = {"stage": stage, "memory": "4MiB", "gradient_accumulation_steps": num_backwards}
+    for rank, result in enumerate(train(2, **config)):
+        whole, stored, owned = (4 * sum(sizes) for sizes in zip(*result["units"], strict=True))
         counts = result["counts"]
-        assert stored <= whole // 2 + 4096
+        assert owned == (whole if stage == 0 else whole // 2)
+        assert stored == (whole // 2 if stage == 3 else whole)
         assert counts["uploaded"] == stored
-        assert counts["downloaded"] == stored
+        assert counts["downloaded"] == num_backwards * owned
+        gathered = {0: num_backwards * whole // 2, 1: 0, 2: 0, 3: stored}  # gradients, or parameters
+        assert counts["sent"] == num_backwards * whole // 2 + gathered[stage]
         assert counts["unpinned"] == 0
-        assert counts["sent"] == stored + (whole - stored)  # the gather, and the others' shards of gradients
+        assert counts["host_waits"] == 0
+        assert torch.equal(result["losses"], torch.stack(losses[rank::2]))
+        for name, value in weights.items():
+            assert torch.equal(result["weights"][name], value), name
+
+
+def test_streamed_parameters_are_gathered_twice_from_shards() -> None:
+    """What goes up is a shard, and all of it is gathered: for forward, and for backward but for what is still there."""
+    for result in train(2, stage=3, memory="4MiB", device_memory="32KiB"):
+        whole, stored, owned = (4 * sum(sizes) for sizes in zip(*result["units"], strict=True))
+        counts = result["counts"]
+        assert stored < counts["uploaded"] <= 2 * stored
+        assert counts["sent"] == counts["uploaded"] + whole - owned
+        assert counts["downloaded"] == owned
+        assert counts["host_waits"] == 0
+
+
+def test_what_another_rank_asks_for_has_its_update() -> None:
+    """A rank that goes another way sends its shard of a layer, of which the update may not have run yet."""
+    model = rank_program.Fork().to(DEVICE)
+    optimizer = rank_program.adamw(model)
+    for number in range(rank_program.NUM_STEPS):
+        for rank in range(2):
+            loss = model(rank_program.batch(number, rank, DEVICE), (number + rank) % 2).square().mean()
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    config = {"stage": 3, "memory": "4MiB", "device_memory": "4MiB"}
+    for weights in run_ranks(2, rank_program.train_apart, config):
+        for name, value in model.named_parameters():
+            assert torch.equal(weights[name], value.detach().cpu()), name
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -116,6 +153,19 @@ def test_clipping_over_ranks(stage: int) -> None:
     for result in train(2, stage=stage, memory="4MiB", at_home="some", max_grad_norm=0.05):
         for name, value in weights.items():
             assert torch.allclose(result["weights"][name], value, atol=1e-6), name
+
+
+def test_a_rank_without_a_device_is_named() -> None:
+    for outcome in try_ranks(2, rank_program.prepare_on, ["lag:0", "cpu"], "cpu:gloo,lag:lag"):
+        assert str(outcome.error).startswith(
+            "UsageError: rank 1 differs from rank 0 in the device to compute on: cpu and lag\n"
+            "  fix:   start every rank with a device, or none"
+        )
+
+
+def test_a_process_group_without_a_backend_for_the_device_is_refused() -> None:
+    for outcome in try_ranks(2, rank_program.prepare_on, ["lag:0", "lag:1"], "cpu:gloo"):
+        assert "UsageError: the process group has no backend for tensors on lag" in str(outcome.error)
 
 
 def test_threads_that_gather_at_the_same_time_do_not_mix_up_their_launches() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from support.device import DEVICE, EXTENSION, WHY_NOT
+from support.homes import living_on_device
+from torch import nn
 
+import zero_infinity as zi
 from zero_infinity.tiers.compute_device import memory_to_compute_into
 from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
@@ -68,6 +72,54 @@ def test_memory_of_a_tensor_that_outlives_its_release_waits_for_its_readers() ->
     memory.release()
     read = kept + 0
     del kept
+    torch.accelerator.synchronize(DEVICE)
+    assert read.eq(1).all()
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_results_of_a_model_that_is_gone_are_right(is_copied: bool) -> None:
+    """Its memory is freed before its last kernels have run."""
+    EXTENSION.set_delays()
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    x = torch.randn(4, 64).to(DEVICE)
+    expected = nn.Sequential(*layers).to(DEVICE)(x).cpu()
+
+    def evaluate() -> torch.Tensor:
+        with living_on_device(lambda _: not is_copied):
+            model, _ = zi.prepare(
+                model := nn.Sequential(*layers),
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                zi.Config(memory="8MiB", device_memory="4MiB"),
+                device=DEVICE,
+            )
+        with torch.no_grad():
+            model(x)
+            zi.synchronize(model)
+            torch.accelerator.synchronize(DEVICE)
+            EXTENSION.set_delays(kernel_seconds=0.02)
+            return model(x)
+
+    result = evaluate()
+    gc.collect()
+    assert torch.equal(result.cpu(), expected)
+
+
+def test_memory_that_is_given_back_to_the_device_waits_for_its_readers() -> None:
+    device = TorchAccelerator(DEVICE, 2 * SIZE)
+    memory, read = read_slowly(device, 1)
+    memory.release()
+    device.memory.give_back()
+    torch.accelerator.synchronize(DEVICE)
+    assert read.eq(1).all()
+
+
+def test_a_device_is_closed_after_its_last_readers() -> None:
+    device = TorchAccelerator(DEVICE, 2 * SIZE)
+    memory, read = read_slowly(device, 1)
+    memory.release()
+    device.close()
+    del device, memory
+    gc.collect()
     torch.accelerator.synchronize(DEVICE)
     assert read.eq(1).all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -72,16 +73,22 @@ def prepared(make: object) -> nn.Module:
     return zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))[0]
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+HALVES: list[dict[str, Any]] = [
+    {},
+    {"compute_dtype": "bfloat16"},
+    {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+]
 
 
-def test_bytes_with_parameters_resident_are_once_up_and_once_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", HALVES, ids=str)
+def test_bytes_with_parameters_resident_are_once_up_and_once_down(precision: dict[str, Any]) -> None:
+    """With 16 bits 2P bytes each way, also where the host has 32."""
     copies = sum(copy_size(unit) for unit in zi.api.engine_of(prepared(mlp)).units)
-    found, model = steady(mlp, zi.Config(memory="8MiB", device_memory=copies), vectors(), mean_square)
-    units = sum(u.num_elements * u.dtype.itemsize for u in zi.api.engine_of(model).units)
-    assert found["uploaded"] == units  # with the padding of units
-    assert found["downloaded"] == parameter_bytes(model)
+    found, model = steady(mlp, zi.Config(memory="8MiB", device_memory=copies, **precision), vectors(), mean_square)
+    units = zi.api.engine_of(model).units
+    assert found["uploaded"] == sum(u.num_elements * u.compute_dtype.itemsize for u in units)  # with their padding
+    assert found["downloaded"] == sum(p.num_elements * u.compute_dtype.itemsize for u in units for p in u.parameters)
+    assert found["unpinned"] == 0
 
 
 class Recomputed(nn.Module):
@@ -97,11 +104,13 @@ class Recomputed(nn.Module):
         return x
 
 
-def test_bytes_of_streamed_layers_with_recomputation_are_twice_up_and_once_down() -> None:
-    """Every layer goes up for forward and again for backward, but for those that are there when backward begins."""
-    one, there = 64 * 64 * 4, 3
+@pytest.mark.parametrize("precision", HALVES, ids=str)
+def test_bytes_of_streamed_layers_with_recomputation_are_twice_up_and_once_down(precision: dict[str, Any]) -> None:
+    """Every layer goes up for forward and again for backward, but for those that are there when backward begins: with
+    16 bits 4P up and 2P down."""
+    one, there = 64 * 64 * (2 if precision else 4), 3
     batch = lambda number: torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE)
-    config = zi.Config(memory="8MiB", device_memory=there * one)
+    config = zi.Config(memory="8MiB", device_memory=there * one, **precision)
     found, _ = steady(lambda: Recomputed().to(DEVICE), config, batch, mean_square)
     assert found["uploaded"] == (8 + 8 - there) * one
     assert found["downloaded"] == 8 * one
@@ -135,6 +144,31 @@ def test_the_computing_threads_never_wait_for_the_device() -> None:
     zi.synchronize(model)
     assert not waits, (by_thread, threading.enumerate())
     assert loss.item() > 0
+
+
+class Counting(torch.optim.SGD):
+    """Notes on which thread it runs, and on how many cores."""
+
+    seen: ClassVar[set[tuple[str, int]]] = set()
+
+    def step(self, closure: None = None) -> None:
+        self.seen.add((threading.current_thread().name, torch.get_num_threads()))
+        super().step(closure)
+
+
+def test_updates_on_the_host_use_all_cores() -> None:
+    model = mlp()
+    model, optimizer = zi.prepare(model, Counting(model.parameters(), lr=0.1), zi.Config(memory="8MiB"), device=DEVICE)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        Counting.seen.clear()
+        mean_square(model, vectors()(0).to(DEVICE)).backward()
+        optimizer.step()
+        zi.synchronize(model)
+    finally:
+        torch.set_num_threads(before)
+    assert Counting.seen == {("zero-infinity-update", 2)}
 
 
 @pytest.mark.skipif(

@@ -21,12 +21,13 @@ from support.compare import (
     assert_identical,
     budget_bytes,
     compare,
+    least_device_memory,
     run_plain,
     run_prepared,
     sgd,
     training,
 )
-from support.device import cpu_only, moved
+from support.device import IS_CPU, cpu_only, moved
 from support.matrix import thinned
 from support.models import mean_square, sequences, vectors
 from test_activation_checkpointing import BLOCKS, Held, only_layers
@@ -72,7 +73,8 @@ def test_same_bits(name: str, home: tuple[int, Setting], tmp_path: Path) -> None
     which, setting = home
     case, how = BLOCKS[name], BOTH[which]
     script = training(case.batch, case.loss, num_steps=3)
-    config = zi.Config(memory=room(case.make, setting, **how), nvme=tmp_path if setting.nvme else None, **how)
+    tight = {} if IS_CPU else {"device_memory": least_device_memory(case.make)}  # or else all of them stay there
+    config = zi.Config(memory=room(case.make, setting, **how), nvme=tmp_path if setting.nvme else None, **tight, **how)
     outcome = run_prepared(case.make, script, adamw, config)
     assert_identical(run_plain(case.make, script, adamw), outcome)
     assert outcome.stats is not None
@@ -159,6 +161,7 @@ class Cells(nn.Module):
         return self.lstm(hidden, (hidden, hidden))[0]
 
 
+@cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
 def test_tensors_that_share_a_storage_without_being_views(tmp_path: Path) -> None:
     how: dict[str, Any] = {"offload_activations": "all"}
     config = zi.Config(memory="512KiB", nvme=tmp_path, **how)
@@ -169,6 +172,7 @@ def test_tensors_that_share_a_storage_without_being_views(tmp_path: Path) -> Non
     assert outcome.stats.activation_bytes > 0
 
 
+@cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
 def test_views_of_one_tensor_are_stored_once(tmp_path: Path) -> None:
     """Queries, keys and values that one matrix makes."""
 
@@ -309,6 +313,7 @@ def test_held_bytes_do_not_grow_with_depth(tmp_path: Path) -> None:
     assert offloaded == [one, one, one]
 
 
+@cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("depth", [4, 8])
 def test_bytes_are_those_of_the_equation(depth: int, interval: int, tmp_path: Path) -> None:
@@ -324,6 +329,7 @@ def test_bytes_are_those_of_the_equation(depth: int, interval: int, tmp_path: Pa
         assert zi.stats(model).activation_bytes == equation
 
 
+@cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
 def test_back_in_reverse_order_ahead_of_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     depth = 8
     model, optimizer = zi.prepare(
@@ -369,6 +375,7 @@ def test_the_arena_is_constant_and_grows_with_what_is_needed() -> None:
     assert engine_of(model).activations.storage.held_bytes == 0  # type: ignore[union-attr]
 
 
+@cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
 def test_blocks_are_used_again_and_the_order_repeats(tmp_path: Path) -> None:
     model, optimizer = zi.prepare(
         *made(lambda: only_layers(8, 64)),
@@ -425,6 +432,7 @@ class Biased(nn.Module):
         return (self.linear(x) + bias * turned.t()).tanh()
 
 
+@cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
 def test_what_several_blocks_use_is_stored_once(tmp_path: Path) -> None:
     how: dict[str, Any] = {"checkpoint_activations": True, "offload_activations": True}
     make = lambda: Shared(5)

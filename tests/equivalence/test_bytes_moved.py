@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.device import DEVICE
+from support.device import DEVICE, cpu_only
 from support.prompt import let_nothing_lag
 from torch import nn
 
@@ -47,6 +47,7 @@ class Plan:
         engine.store.hold = note_change  # type: ignore[method-assign]
 
 
+@cpu_only("with an accelerator a copy is a use of its own")
 @pytest.mark.parametrize("share", [2, 4])
 def test_counters_equal_the_plan(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_size, "MIN_CHUNK_BYTES", 16 * 1024)

@@ -207,6 +207,7 @@ def test_it_is_put_together_where_there_is_room_and_refused_elsewhere(look: Any,
         built(make, zi.Config(memory="66KiB", nvme=tmp_path))
 
 
+@cpu_only("before it is prepared it computes on the CPU")
 def test_copies_forwards_and_edits_before_it_is_prepared(tmp_path: Path) -> None:
     config = zi.Config(memory="256KiB", nvme=tmp_path, tile_above="4KiB")
 

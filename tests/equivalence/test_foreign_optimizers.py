@@ -12,7 +12,6 @@ import optimi
 import pytest
 import torch
 from support.compare import FITS_RAM, MINIMAL, Setting, compare, training
-from support.device import cpu_only
 from support.models import mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer
@@ -23,7 +22,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
     import pytorch_optimizer
 
-pytestmark = cpu_only("they are compared on the CPU")
 Make = Callable[[nn.Module], Optimizer]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device import cpu_only
+from support.device import moved, on_device
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +28,6 @@ import zero_infinity as zi
 from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.unshard import store_of
 
-pytestmark = cpu_only("models are built on the CPU")
 _LAYERS = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -96,8 +95,9 @@ def test_several_files_generate_and_train(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path, max_shard_size="100KB")
     assert len([*folder.glob("*.safetensors")]) > 2
     plain, model, config = read_both(folder, AutoModelForCausalLM, tmp_path)
+    plain = moved(plain)
     model = zi.prepare(model, config=config)
-    prompt = torch.randint(2, 96, (2, 5), generator=torch.Generator().manual_seed(1))
+    prompt = on_device(torch.randint(2, 96, (2, 5), generator=torch.Generator().manual_seed(1)))
     asked = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(prompt, **asked), plain.generate(prompt, **asked))
 

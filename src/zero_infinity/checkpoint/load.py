@@ -68,7 +68,7 @@ class CheckpointLoad:
                 if manifest.loss_scale is not None and view.loss_scale is not None:
                     view.loss_scale.load_state_dict(manifest.loss_scale)
                 if random_states is not None:
-                    rank_state.restore_random(random_states)
+                    rank_state.restore_random(random_states, view.device)
             rank_state.restore_objects(extra, objects)
         return extra
 

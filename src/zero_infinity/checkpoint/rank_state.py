@@ -21,8 +21,8 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05}.json"
 
 
-def to_bytes(extra: Mapping[str, Any]) -> bytes:
-    """This rank's current state. For objects in `extra` that have a `state_dict`, that is saved."""
+def to_bytes(extra: Mapping[str, Any], device: torch.device) -> bytes:
+    """This rank's current state; its model computes on `device`. Objects in `extra` may have a `state_dict`."""
     states = {}
     if not isinstance(extra, Mapping):
         raise UsageError(f"extra is a {type(extra).__name__}, not a dict\n  fix:   extra={{'name': value, ...}}")
@@ -31,7 +31,7 @@ def to_bytes(extra: Mapping[str, Any]) -> bytes:
             raise UsageError(f"extra has the key {name!r}, not a str\n  fix:   extra={{'name': value, ...}}")
         state = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         states[name] = json_codec.encode(state, f"extra[{name!r}]")
-    random_states = json_codec.encode(_random_states(), "the random states")
+    random_states = json_codec.encode(_random_states(device), "the random states")
     return json.dumps({"random": random_states, "extra": states}, indent=1, allow_nan=False).encode()
 
 
@@ -46,15 +46,15 @@ def read(checkpoint: OpenCheckpoint, rank: int) -> tuple[dict[str, Any] | None, 
     return (states if is_own else None), extra
 
 
-def restore_random(states: dict[str, Any]) -> None:
-    """Restore the random number generators."""
+def restore_random(states: dict[str, Any], device: torch.device) -> None:
+    """Restore the random number generators; the model computes on `device`."""
     try:
         torch.set_rng_state(states["torch"])
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
-        device = torch.accelerator.current_accelerator(check_available=True)
-        if device is not None and states.get("device") == device.type:
-            torch.get_device_module(device).set_rng_state(states["accelerator"])
+        accelerator = _accelerator(device)
+        if accelerator is not None and states.get("device") == accelerator.type:
+            torch.get_device_module(accelerator).set_rng_state(states["accelerator"], accelerator)
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"the random states of the checkpoint are damaged: {error}") from error
 
@@ -75,10 +75,15 @@ def check_objects(extra: Mapping[str, Any], objects: Mapping[str, Any], folder: 
         )
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states(device: torch.device) -> dict[str, Any]:
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        states["device"] = device.type
-        states["accelerator"] = torch.get_device_module(device).get_rng_state()
+    accelerator = _accelerator(device)
+    if accelerator is not None:
+        states["device"] = accelerator.type
+        states["accelerator"] = torch.get_device_module(accelerator).get_rng_state(accelerator)
     return states
+
+
+def _accelerator(device: torch.device) -> torch.device | None:
+    """Each accelerator has a generator. The model's may not be the current one."""
+    return device if device.type != "cpu" else torch.accelerator.current_accelerator(check_available=True)

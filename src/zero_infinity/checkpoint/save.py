@@ -76,7 +76,7 @@ class CheckpointSave:
         agreement, snapshot = self._agreement, self._snapshot
         with agreement.agreed("checks"):
             self._check(keep, background=background)
-            rank_data = rank_state.to_bytes(extra)
+            rank_data = rank_state.to_bytes(extra, self._view.device)
             files, places = plan_files(snapshot.kinds)
         agreement.same(
             "the names, shapes or states to save", snapshot.describe(), "the same model and steps on every rank"

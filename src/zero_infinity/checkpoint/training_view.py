@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -74,6 +75,10 @@ class TrainingView(WeightsView, Protocol):
 
     @property
     def loss_scale(self) -> LossScale | None: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
 
     @property
     def num_steps(self) -> int: ...

@@ -115,7 +115,7 @@ class TorchTransport:
         """
         backends = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
         backend = backends.get(device.type)
-        if backend is None:
+        if backend in (None, "gloo"):  # gloo claims CUDA's tensors, and has not all collectives for them
             raise UsageError(
                 f"the process group has no backend for tensors on {device.type}: {backends}\n"
                 f"  fix:   torch.distributed.init_process_group() without backend=, or a backend for {device.type}"

@@ -97,6 +97,7 @@ class DeviceUpdates:
                 parameter, gradient = segment.parameter, gradients.part(segment)
                 if gradient is None:
                     continue
+                gradient.record_stream(torch.accelerator.current_stream(stored.device))  # backward may have another
                 here.add(parameter)
                 first = parameter.offset + segment.start - unit.stored.start
                 mine = stored[first : first + segment.stop - segment.start]

@@ -54,6 +54,7 @@ class GradientFlow:
             parts.records,
             # With an accelerator, the host cores are free for the update worker.
             is_shared=parts.accelerator is None,
+            on_all_cores=parts.accelerator is not None and parts.accelerator.device.type != "cpu",
         )
         self._retained = AccumulatedGradients(parts.host_cache, parts.records)
         self._on_device = DeviceGradients(parts.records)

@@ -1,15 +1,15 @@
 """Averages gradients over ranks, by ZeRO stage, between autograd and the optimizer update.
 
-The stage decides what a rank keeps of a gradient until `step()`. Stages 2 and 3: its own shard of the sum; the
-gradients of each backward are reduced as soon as their unit is complete. Stages 0 and 1: this rank's whole gradient,
-which is reduced once, when the update is due.
+What a rank keeps of a gradient until `step()`: at stages 2 and 3, and of what leaves the accelerator on which it is
+summed, its own part of the sum; gradients of each backward are reduced as soon as their unit is complete. Else, at
+stages 0 and 1, this rank's whole gradient, which is reduced once, when the update is due.
 
 Reductions are submitted as units become complete, and the rest (parts of a unit without a gradient, experts) at the end
 of backward or in `step()`, after ranks have told each other what they have. A gradient that a rank does not have counts
 as zeros, if any rank has it. A rank that had no gradients of a unit when others summed theirs gets its shard of the sum
 at the end of backward, and may still add gradients of its own: sums of one unit add up, and such a partial sum never
-updates early. A unit is updated early only if the last steps of all ranks allow it. (In stages 1 and 2 updated units
-are all-gathered: there every update waits for `step()`.)
+updates early. A unit is updated early only if the last steps of all ranks allow it, and never at stages 1 and 2, where
+updated units are all-gathered.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class ShardedGradients(GradientFlow):
         # Updated shards are all-gathered in one order, so in that case every update waits for `step()`.
         early = settings.early and collectives.all_gather is None
         super().__init__(parts, replace(settings, early=early, norms=False))
-        self._keeps_whole = not collectives.sharding.shards_gradients
+        is_kept = collectives.device.type == "cpu" or all(self._on_device.is_home_of(unit) for unit in parts.records)
+        self._keeps_whole = is_kept and not collectives.sharding.shards_gradients
         self._channel = collectives.channel
         self._reduce_scatter = collectives.reduce_scatter
         self._all_gather = collectives.all_gather
@@ -285,7 +286,7 @@ class ShardedGradients(GradientFlow):
         self._retained.read(parameter, flat)
         self._retained.release([parameter])
         self._unsummed.discard(parameter)
-        return flat.to(self._sum_device)
+        return flat
 
     def _arrived(self, unit: Unit, reduced: ReducedGradients) -> UnitUpdate | None:
         """A reduction was submitted: update with its result, or keep it."""
@@ -442,8 +443,7 @@ class ShardedGradients(GradientFlow):
 
 
 def _rows(matrix: torch.Tensor) -> Sequence[Span]:
-    width = matrix.shape[1]
-    return [Span(row * width, (row + 1) * width) for row in range(len(matrix))]
+    return [Span(row * matrix.shape[1], (row + 1) * matrix.shape[1]) for row in range(len(matrix))]
 
 
 def _nothing() -> None:

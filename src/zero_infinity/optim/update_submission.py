@@ -31,8 +31,10 @@ class UpdateSubmission:
         records: Mapping[Unit, StateRecord],
         *,
         is_shared: bool,
+        on_all_cores: bool = False,
     ) -> None:
-        """`is_shared`: the compute thread may run updates as well."""
+        """`is_shared`: the compute thread may run updates as well. `on_all_cores`: the update worker may use them all,
+        as many as the thread that submits."""
         self._host_cache = host_cache
         self._update_worker = update_worker
         self._sources = sources
@@ -40,6 +42,7 @@ class UpdateSubmission:
         self._rule = UpdateRule(optimizer)
         self._records = records
         self._is_shared = is_shared
+        self._on_all_cores = on_all_cores
 
     def update(
         self,
@@ -76,7 +79,7 @@ class UpdateSubmission:
                     store.hold(chunk.record)
                 if not keeps_gradients:
                     self._host_cache.expire(chunk.gradient)
-        self._update_worker.submit(job, is_shared=self._is_shared)
+        self._submit(job)
         return job
 
     def retain(
@@ -93,4 +96,8 @@ class UpdateSubmission:
             self._host_cache.access(chunk.gradient)
             self._host_cache.store.hold(chunk.gradient)
         job = RetainGradients(record, fresh, frozenset(retained), squares, done)
-        self._update_worker.submit(job, is_shared=self._is_shared)
+        self._submit(job)
+
+    def _submit(self, job: UnitUpdate | RetainGradients) -> None:
+        num_threads = torch.get_num_threads() if self._on_all_cores else 1
+        self._update_worker.submit(job, is_shared=self._is_shared, num_threads=num_threads)

@@ -17,7 +17,7 @@ from torch import nn
 
 from zero_infinity._torch import call_of, tree_leaves, version_of
 from zero_infinity.params.changing_buffers import BufferBefore, ChangingBuffers
-from zero_infinity.params.dynamo import not_traced
+from zero_infinity.params.dynamo import not_compiled, not_traced
 from zero_infinity.params.uncopied_hook import Hook
 
 # Arguments without a state that a forward could change.
@@ -46,20 +46,32 @@ class ForwardAgain(Hook):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._room.begin_forward()
-        before = _Before(self._device, self._buffers.before(), tree_leaves((args, kwargs)))
+        before = self._begin(args, kwargs)
         while True:
             try:
                 result = self._call(*args, **kwargs)
             except torch.OutOfMemoryError:
-                if not before.can_return or not self._room.shrink("in the model's forward"):
+                if not self._makes_room(before):
                     raise
             else:
-                self._buffers.after(before.buffers)
-                self._room.end_forward()
+                self._end(before)
                 return result
             # Only here are the frames of the failed forward gone, and with them its activations.
             before.put_back()
+
+    @not_compiled
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Before:
+        self._room.begin_forward()
+        return _Before(self._device, self._buffers.before(), tree_leaves((args, kwargs)))
+
+    @not_compiled
+    def _makes_room(self, before: _Before) -> bool:
+        return before.can_return and self._room.shrink("in the model's forward")
+
+    @not_compiled
+    def _end(self, before: _Before) -> None:
+        self._buffers.after(before.buffers)
+        self._room.end_forward()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._call,)
@@ -85,6 +97,7 @@ class _Before:
         """True if `put_back` leaves no trace of a forward."""
         return not self._has_objects and all(_version(tensor) == version for tensor, version in self._versions)
 
+    @not_compiled
     def put_back(self) -> None:
         torch.set_rng_state(self._random[0])
         self._device_module.set_rng_state(self._random[1], self._device)

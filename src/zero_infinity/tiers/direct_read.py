@@ -80,7 +80,6 @@ def _problem(device: torch.device, file: SwapFile) -> str | None:
     file.grow(2 * ALIGNMENT)
     written = torch.get_device_module(device).gds.GdsFile(f"/proc/self/fd/{file.descriptor}", os.O_RDWR)
     source = pattern.to(device)
-    torch.accelerator.synchronize(device)
     written.save_storage(source.untyped_storage(), offset=ALIGNMENT)
     target = torch.zeros_like(source)
     torch.accelerator.synchronize(device)

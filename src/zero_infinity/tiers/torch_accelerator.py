@@ -135,6 +135,7 @@ class TorchAccelerator:
 
     def close(self) -> None:
         torch.accelerator.synchronize(self._device)
+        self.memory.is_closed = True
 
 
 class StreamMemory:
@@ -167,6 +168,12 @@ class StreamMemory:
         leased = num_storage_uses(base) > self._own_uses
         self._pool.give(base, list(self._streams), is_leased=leased)
 
+    def __del__(self) -> None:
+        # Not released: the model is gone, and its last kernels may not have run.
+        if self._base is not None and not self._pool.is_closed:
+            for stream in self._streams:
+                self._base.record_stream(stream)
+
 
 class MemoryPool:
     """Device memory within a byte budget, reused by size. All of it is allocated and first written on one stream."""
@@ -178,6 +185,7 @@ class MemoryPool:
         self._stream = stream
         self._lock = threading.Lock()
         self._held_bytes = 0  # in use, and free
+        self.is_closed = False  # nothing is launched on its memory any more
         self._free: list[tuple[torch.Tensor, list[torch.Event]]] = []  # the events after its last uses
 
     @property

@@ -101,7 +101,9 @@ class UnitGather:
         staging = memoryview(mmap.mmap(-1, _PART_BYTES + 2 * PAGE_BYTES))
         for source in sources:
             block, width = source.the_block(), source.dtype.itemsize
-            if not source.is_updated_early:
+            if block.on_device is not None:
+                torch.accelerator.synchronize(block.on_device.device)  # no stream of this thread waits for its update
+            elif not source.is_updated_early:
                 self._store.wait_unchanged(block)
             for parts in _parts(source.spans, width):
                 mine = parts[self.channel.rank]

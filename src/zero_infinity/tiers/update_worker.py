@@ -20,7 +20,7 @@ import torch
 from zero_infinity.disable_modes import ordinary_tensors
 from zero_infinity.errors import EngineClosedError, again
 from zero_infinity.interrupts import through
-from zero_infinity.one_core_thread import use_one_core
+from zero_infinity.one_core_thread import cores, use_one_core
 from zero_infinity.run_trace import RunTrace
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
@@ -56,21 +56,22 @@ class UpdateJob(Protocol[Chunk]):
 class _Progress:
     """How far a job has progressed."""
 
-    __slots__ = ("is_shared", "job", "next_chunk")
+    __slots__ = ("is_shared", "job", "next_chunk", "num_threads")
 
-    def __init__(self, job: UpdateJob[Any], *, is_shared: bool) -> None:
+    def __init__(self, job: UpdateJob[Any], *, is_shared: bool, num_threads: int) -> None:
         self.job = job
         self.is_shared = is_shared  # with the compute thread
+        self.num_threads = num_threads
         self.next_chunk = 0
 
 
 class UpdateWorker:
     """Runs jobs in order. A job's error is kept and raised by the next submit or wait.
 
-    With an accelerator, the worker thread runs all jobs. On a CPU that also computes the model, a second thread would
-    compete with the model's kernels for cores, and a kernel is as slow as its slowest core. So there the compute thread
-    runs ready jobs whenever it passes by (`help`), on all cores; the worker runs them, on one core, while the compute
-    thread waits (`take_over`) or has not passed by for a while.
+    With an accelerator, the worker thread runs all jobs, on all cores. On a CPU that also computes the model, a second
+    thread would compete with the model's kernels for cores, and a kernel is as slow as its slowest core. So there the
+    compute thread runs ready jobs whenever it passes by (`help`), on all cores; the worker runs them, on one core,
+    while the compute thread waits (`take_over`) or has not passed by for a while.
     """
 
     def __init__(self, store: BlockStore, run_trace: RunTrace | None = None) -> None:
@@ -92,11 +93,12 @@ class UpdateWorker:
 
     # ------------------------------------------------------------------ the compute thread
 
-    def submit(self, job: UpdateJob[Any], *, is_shared: bool) -> None:
-        """Run the job now or queue it. `is_shared`: the compute thread may run it as well."""
+    def submit(self, job: UpdateJob[Any], *, is_shared: bool, num_threads: int = 1) -> None:
+        """Run the job now or queue it. `is_shared`: the compute thread may run it as well. The worker uses
+        `num_threads`."""
         self.check()
         with self._changed:
-            self._jobs.append(_Progress(job, is_shared=is_shared))
+            self._jobs.append(_Progress(job, is_shared=is_shared, num_threads=num_threads))
             if not is_shared:
                 self._calling.notify()
         self.help()
@@ -227,7 +229,7 @@ class UpdateWorker:
             chunk = job.chunks[progress.next_chunk]
             if not wait and not (job.is_ready and all(self._store.changeable(block) for block in job.blocks(chunk))):
                 return False
-            with torch.no_grad():
+            with torch.no_grad(), cores(progress.num_threads):
                 job.apply(chunk, self._store)
             progress.next_chunk += 1
         if progress.next_chunk == len(job.chunks):

@@ -7,6 +7,7 @@ import time
 from typing import Any, cast
 
 import pytest
+import torch
 from support.patience import SECONDS, wait_until
 
 from zero_infinity.errors import EngineClosedError
@@ -45,6 +46,22 @@ class Job:
 
     def finish(self, _: BlockStore) -> None:
         """Nothing is left to do."""
+
+
+def test_the_worker_uses_as_many_cores_as_it_is_given() -> None:
+    """One while the model computes beside it, and again afterwards."""
+    found: list[int] = []
+
+    class Asking(Job):
+        def apply(self, _: Chunk, __: BlockStore) -> None:
+            found.append(torch.get_num_threads())
+
+    worker = UpdateWorker(cast("BlockStore", Store()))
+    for num_threads in (3, 1, 2, 1):
+        worker.submit(Asking([], "", num_chunks=2), is_shared=False, num_threads=num_threads)
+    worker.drain()
+    worker.close()
+    assert found == [3, 3, 1, 1, 2, 2, 1, 1]
 
 
 @pytest.fixture(autouse=True)
