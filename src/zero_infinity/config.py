@@ -25,6 +25,7 @@ from zero_infinity.machine import host_memory
 
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Stage: TypeAlias = Literal[0, 1, 2, 3]
+Master: TypeAlias = Literal["auto", "float32", "none"]
 Update: TypeAlias = Literal["auto", "after_backward"]
 OffloadActivations: TypeAlias = Literal[False, True, "all", "arena"]
 Partition: TypeAlias = Literal["spread", "owner"]
@@ -57,8 +58,12 @@ class Config:
         compute_dtype: What modules compute in. Default: the model's own; with a 16-bit `param_dtype`, that dtype if the
             machine multiplies matrices in it at least half as fast as in float32 (measured).
         reduce_dtype: What gradients are sent in between ranks; they are summed in float32. Default: the gradient's own.
-        optim_dtype: What master weights and optimizer states are kept in. Default: float32 if parameters are stored in
-            16 bits, otherwise the stored dtype.
+        optim_dtype: What optimizer states are kept in. `"bfloat16"` halves them: updates are computed in float32, and
+            states rounded stochastically. Default: float32 if parameters are stored in 16 bits, otherwise the stored
+            dtype.
+        master: The copy that 16-bit parameters are updated by. `"auto"` keeps it in `optim_dtype`; `"float32"` in
+            float32 whatever that is; `"none"` keeps none, and rounds each update stochastically to bfloat16.
+        rounding_seed: Of the random numbers of stochastic rounding.
         gradient_accumulation_steps: Backward passes for each update.
         max_grad_norm: Clip the global gradient norm to this. Default: no clipping.
         update: `"auto"` updates a parameter during backward as soon as its gradient is complete; `"after_backward"`
@@ -85,6 +90,8 @@ class Config:
     compute_dtype: DType | None
     reduce_dtype: DType | None
     optim_dtype: DType | None
+    master: Master
+    rounding_seed: int
     gradient_accumulation_steps: int
     max_grad_norm: float | None
     update: Update
@@ -107,6 +114,8 @@ class Config:
         compute_dtype: object = None,
         reduce_dtype: object = None,
         optim_dtype: object = None,
+        master: str = "auto",
+        rounding_seed: int = 0,
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         update: str = "auto",
@@ -129,6 +138,8 @@ class Config:
             "compute_dtype": _dtype("compute_dtype", compute_dtype),
             "reduce_dtype": _dtype("reduce_dtype", reduce_dtype),
             "optim_dtype": _dtype("optim_dtype", optim_dtype),
+            "master": _choice("master", master, get_args(Master)),
+            "rounding_seed": _integer("rounding_seed", rounding_seed),
             "gradient_accumulation_steps": _positive_int("gradient_accumulation_steps", gradient_accumulation_steps),
             "max_grad_norm": _norm("max_grad_norm", max_grad_norm),
             "update": _choice("update", update, get_args(Update)),
@@ -313,6 +324,12 @@ def _dtype(field: str, value: object) -> str | None:
     if name not in get_args(DType):
         raise _wrong(field, value, ", ".join(repr(choice) for choice in get_args(DType)) + ", or None")
     return name
+
+
+def _integer(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(field, value, "an integer")
+    return value
 
 
 def _positive_int(field: str, value: object) -> int:

@@ -196,7 +196,7 @@ class DeferredInit:
             name,
             parameter,
             num_rows,
-            precision=Precision(dtype, dtype, dtype),
+            precision=Precision(dtype, dtype, dtype, dtype, has_master=False),
             device=torch.device("cpu"),
             numbers=itertools.count(self.parameter_store.num_units),
             sharding=self.parameter_store.sharding,

@@ -117,9 +117,9 @@ def _lay_out(
     least_on_device = max((sum(map(copy_size, group)) for group in together), default=0)
     if accelerator is not None:
         _check_device_room(together, environment.device_memory or 0)
-    updated_whole = {unit for unit, record in records.items() if record.wholes}
+    updated_here = {unit for unit, record in records.items() if record.wholes or record.rounds}
     on_device = _divide_device(
-        dict(zip(units, sizes, strict=True)), together, buffers, environment, updated_whole, trains=trains
+        dict(zip(units, sizes, strict=True)), together, buffers, environment, updated_here, trains=trains
     )
     at_home = on_device.at_home if on_device is not None else [False] * len(units)
     staying = {unit for unit, is_home in zip(units, at_home, strict=True) if is_home}
@@ -298,7 +298,8 @@ def _assign_groups(
 def _make_records(
     units: Iterable[Unit], kinds: UpdateKinds, environment: TrainingEnvironment
 ) -> dict[Unit, StateRecord]:
-    made = {unit: make_record(unit, environment.precision_of(unit.dtype).optimized, kinds) for unit in units}
+    seed = environment.config.rounding_seed
+    made = {unit: make_record(unit, environment.precision_of(unit.dtype), kinds, rounding_seed=seed) for unit in units}
     return {unit: record for unit, record in made.items() if record is not None}
 
 
@@ -372,13 +373,14 @@ def _divide_device(
     together: Sequence[Sequence[Unit]],
     buffers: SharedBuffers,
     environment: TrainingEnvironment,
-    updated_whole: Collection[Unit],
+    updated_here: Collection[Unit],
     *,
     trains: bool,
 ) -> DeviceDivision | None:
     """Choose the units that live on the accelerator, the same on every rank.
 
-    Those of which a parameter is `updated_whole`, in its true shape, live on the host.
+    Those of which a parameter is updated whole, in its true shape, or rounded stochastically, are `updated_here`, on
+    the host.
     """
     sharding = environment.sharding
     by_owner = sharding.is_distributed and sharding.partition.kind == "owner"  # then ranks have other sizes
@@ -394,7 +396,7 @@ def _divide_device(
             copy=copy_size(unit),
             copy_at_home=copy_size(unit) if is_copied(unit) else 0,
             on_host=size.total(MAX_CHUNK_BYTES),
-            may_move=unit not in updated_whole and all(parameter.whole is None for parameter in unit.parameters),
+            may_move=unit not in updated_here and all(parameter.whole is None for parameter in unit.parameters),
         )
         for unit, size in sizes.items()
     ]

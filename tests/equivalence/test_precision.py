@@ -516,14 +516,12 @@ def test_sixteen_bit_storage_is_computed_in_only_where_that_is_fast(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optim_dtype": "bfloat16"}, "optim_dtype='bfloat16' is narrower than .*float32"),
-        ({"optim_dtype": "float16", "param_dtype": "float32"}, "narrower"),
+        ({"optim_dtype": "float16"}, "optim_dtype='float16' is narrower than .*float32"),
+        ({"param_dtype": "float16", "master": "none"}, "master='none' rounds every update to the .*float16"),
     ],
-    ids=["than the model", "than param_dtype"],
+    ids=["states", "parameters"],
 )
-def test_optimising_in_fewer_bits_than_are_stored_is_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_rounding_into_float16_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = mlp()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(zi.ConfigError, match=message):

@@ -143,6 +143,14 @@ def soap(model: nn.Module) -> Optimizer:
     return pytorch_optimizer.SOAP(model.parameters(), lr=1e-2, precondition_frequency=1)
 
 
+def adamw8bit(model: nn.Module) -> Optimizer:
+    """Quantises matrices of 32 x 32, in four blocks."""
+    import bitsandbytes
+
+    made: Optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-2, eps=1e-4, min_8bit_size=1024)
+    return made
+
+
 # An epsilon that noise in gradients which are zero (a bias in front of a norm) does not get past.
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
@@ -151,6 +159,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
     "muon": muon_and_adamw,
     "soap": soap,
+    "adamw8bit": adamw8bit,
 }
 
 

@@ -141,7 +141,8 @@ class ModelContents:
         """The dtype in which a parameter is saved."""
         part = known.parts[0]
         record = self.records.get(part.unit)
-        return record.dtype if record is not None and part in record.state_names else part.unit.dtype
+        has_master = record is not None and record.has_master and part in record.state_names
+        return record.dtype if record is not None and has_master else part.unit.dtype
 
 
 def as_real(value: torch.Tensor) -> torch.Tensor:

@@ -126,8 +126,8 @@ class Snapshot:
 
 def _kind_of_state(contents: ModelContents, owner: ManagedParameter, slot: str) -> TensorKind:
     record = contents.records[owner.parts[0].unit]
-    whole = record.wholes.get(owner)
-    return _kind(owner, record.dtype) if whole is None else _kind(whole.forms[slot], whole.forms[slot].dtype)
+    form = record.form_of(owner, slot)
+    return _kind(form if owner in record.wholes else owner, form.dtype)
 
 
 def _kind(known: ManagedParameter | TensorForm, dtype: torch.dtype) -> TensorKind:

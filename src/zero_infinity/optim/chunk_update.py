@@ -17,9 +17,10 @@ import torch
 from zero_infinity.one_core_thread import cores
 from zero_infinity.optim.flat_gradient import FlatGradient
 from zero_infinity.optim.nested_state import flat_state, nested_state, plain_values_of, tensors_of
+from zero_infinity.optim.rounded_slots import RoundedSlots, counted
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
 from zero_infinity.optim.state_slots import TensorForm, check_forms
-from zero_infinity.optim.update_rule import Hyperparameters, Scalars, UpdateRule, copy_scalars, split_state
+from zero_infinity.optim.update_rule import Hyperparameters, Scalars, UpdateRule, split_state
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
@@ -189,7 +190,11 @@ class UnitUpdate:
         for factor in self.factors:
             gradient.mul_(factor)
         update = self._update_whole if parameter in record.wholes else self._update_slice
-        new = update(parameter, master, gradient, slots)
+        if not record.rounds:
+            new = update(parameter, master, gradient, slots)
+        else:
+            rounded = RoundedSlots(record, segment, master, slots)
+            new = rounded.finish(*update(parameter, rounded.values, gradient, rounded.slots))
         if record.has_master:
             stored.copy_(master)
         return new
@@ -198,7 +203,7 @@ class UnitUpdate:
         self, parameter: ManagedParameter, values: torch.Tensor, gradient: torch.Tensor, slots: dict[str, torch.Tensor]
     ) -> tuple[tuple[str, ...], Scalars]:
         known = parameter in self.record.started
-        scalars = copy_scalars(self.record.scalars[parameter]) if known else {}
+        scalars = self.record.scalars_of(parameter)
         settings = self.hyperparameters[parameter]
         result = self.rule.apply(values, gradient, slots if known else {}, scalars, settings)
         tensors, scalars = split_state(result, values.shape)
@@ -210,7 +215,7 @@ class UnitUpdate:
     def _update_whole(
         self, parameter: ManagedParameter, values: torch.Tensor, gradient: torch.Tensor, slots: dict[str, torch.Tensor]
     ) -> tuple[tuple[str, ...], Scalars]:
-        names, scalars = self.record.started.get(parameter, ()), self.record.scalars.get(parameter, {})
+        names, scalars = self.record.names_of(parameter), self.record.scalars_of(parameter)
         forms = self.record.wholes[parameter].forms
         kept: dict[str, Any] = {n: forms[n].of(slots[n]) if n in forms else scalars[n] for n in names}
         own = TensorForm(parameter.shape, parameter.stride, values.dtype)
@@ -286,9 +291,9 @@ def advanced(
     nothing = torch.empty(0, dtype=record.dtype)
     known = parameter in record.started
     state = {name: nothing.clone() for name in record.state_names[parameter]} if known else {}
-    scalars = copy_scalars(record.scalars[parameter]) if known else {}
-    result = rule.apply(nothing, nothing.clone(), state, scalars, hyperparameters)
-    return tuple(result), split_state(result, nothing.shape)[1]
+    result = rule.apply(nothing, nothing.clone(), state, record.scalars_of(parameter), hyperparameters)
+    names, scalars = tuple(result), split_state(result, nothing.shape)[1]
+    return counted(record, parameter, names, scalars) if record.rounds else (names, scalars)
 
 
 def take_edits(master: torch.Tensor, stored: torch.Tensor) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity._torch import copy_without_step_hooks
+from zero_infinity.optim.combined_optimizer import CombinedOptimizer
 from zero_infinity.optim.optimizer_state_io import OptimizerStateIO
 from zero_infinity.optim.resident_params import ResidentParameters
 from zero_infinity.optim.state_records import StateRecord
@@ -36,6 +39,8 @@ class OptimizerStateDict:
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's `state_dict()` would be, in memory."""
         numbers = {p: i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        if type(self.optimizer).state_dict is not Optimizer.state_dict:
+            return self._in_own_form(numbers)
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
             for group in self.optimizer.param_groups
@@ -43,17 +48,36 @@ class OptimizerStateDict:
         states = {number: self.state_of(p) for p, number in numbers.items()}
         return {"state": {n: state for n, state in states.items() if state is not None}, "param_groups": groups}
 
+    def _in_own_form(self, parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """What a class returns that has a `state_dict` of its own (bitsandbytes)."""
+        plain: Any = copy_without_step_hooks(self.optimizer)
+        states = {parameter: self.state_of(parameter) for parameter in parameters}
+        plain.state = defaultdict(dict, {p: state for p, state in states.items() if state is not None})
+        found: dict[str, Any] = type(self.optimizer).state_dict(plain)
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of a plain optimizer's `state_dict()`."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # State keys are whatever identifies a parameter in the groups: a number, or a name (dcp.get_state_dict).
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, parameter in zip(keys, parameters, strict=False):  # the optimizer checks the lengths below
-            if key in state_dict["state"] and parameter in self._managed:
-                self._state_io.check_state(self._managed[parameter], state_dict["state"][key])
+        for parameter, state in self._states_in(state_dict).items():
+            known = managed(parameter)
+            if known is not None:
+                self._state_io.check_state(known, state)
         self.optimizer.load_state_dict(state_dict)
         self._state_io.forget_states()
         self.take_states()
+
+    def _states_in(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of each parameter in a state dict."""
+        if type(self.optimizer).load_state_dict not in (Optimizer.load_state_dict, CombinedOptimizer.load_state_dict):
+            trial: Any = copy_without_step_hooks(self.optimizer)
+            trial.state, trial.param_groups = defaultdict(dict), list(self.optimizer.param_groups)
+            type(self.optimizer).load_state_dict(trial, state_dict)
+            return dict(trial.state)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # State keys are whatever identifies a parameter in the groups: a number, or a name (dcp.get_state_dict).
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        pairs = zip(keys, parameters, strict=False)  # the optimizer checks the lengths
+        return {p: state_dict["state"][key] for key, p in pairs if key in state_dict["state"]}
 
     def take_states(self) -> None:
         """Move states of the user's optimizer into records."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from zero_infinity.optim.state_slots import Slot, TensorForm, WholeState, element_slots, record_bytes, whole_slots
+from zero_infinity.optim.stochastic_rounding import NUM_ROUNDINGS
 from zero_infinity.optim.update_kind import UpdateKinds
-from zero_infinity.optim.update_rule import Scalars
+from zero_infinity.optim.update_rule import Scalars, copy_scalars
+from zero_infinity.params.precision import Precision
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.alignment import round_up_elements
 from zero_infinity.policy.chunk_size import chunk_elements
@@ -65,7 +67,7 @@ class StateRecord:
     """All chunks of a unit, and the scalars of each of its trained parameters."""
 
     unit: Unit
-    dtype: torch.dtype  # of master weights and states
+    dtype: torch.dtype  # of master weights, of gradients, and of the arithmetic of updates
     has_master: bool
     state_names: dict[ManagedParameter, tuple[str, ...]]  # of the tensors in the record
     wholes: dict[ManagedParameter, WholeState] = field(default_factory=dict)  # of those that are updated whole
@@ -74,6 +76,8 @@ class StateRecord:
     # shard.
     gradient_chunks: list[Chunk] = field(default_factory=list)
     scalars: dict[ManagedParameter, Scalars] = field(default_factory=dict)
+    state_dtype: torch.dtype | None = None  # that of states, if they are kept in fewer bits
+    rounding_seed: int = 0
     # Parameters that have a state by now, with all its names in the optimizer's order (`nested_state.py`).
     started: dict[ManagedParameter, tuple[str, ...]] = field(default_factory=dict)
 
@@ -84,6 +88,25 @@ class StateRecord:
         return (*self.master, *names)
 
     @property
+    def rounds(self) -> bool:
+        """True if an update computes in more bits than something is kept in, and rounds it."""
+        return self.state_dtype is not None or (self.unit.dtype != self.dtype and not self.has_master)
+
+    def names_of(self, parameter: ManagedParameter) -> tuple[str, ...]:
+        """What the optimizer keeps for a parameter by now, in its order."""
+        return tuple(name for name in self.started.get(parameter, ()) if name != NUM_ROUNDINGS)
+
+    def scalars_of(self, parameter: ManagedParameter) -> Scalars:
+        """Copies of those that are not in the record's blocks."""
+        kept = self.scalars.get(parameter, {}) if parameter in self.started else {}
+        return copy_scalars({name: value for name, value in kept.items() if name != NUM_ROUNDINGS})
+
+    def kept_dtype(self, name: str, dtype: torch.dtype | None = None) -> torch.dtype:
+        """The dtype of a slot for a state that the optimizer has in `dtype` (by default, in that of updates)."""
+        own = self.dtype if dtype is None else dtype
+        return self.state_dtype if self.state_dtype is not None and own == self.dtype and name != MASTER else own
+
+    @property
     def master(self) -> tuple[str, ...]:
         """The name of the slot of master weights, if there are any."""
         return (MASTER,) if self.has_master else ()
@@ -91,25 +114,35 @@ class StateRecord:
     @property
     def widths(self) -> ElementBytes:
         """Bytes per element, of parameters that are updated in slices."""
-        itemsize = self.dtype.itemsize
-        return ElementBytes(self.unit.dtype.itemsize, record=len(self.slots) * itemsize, gradient=itemsize)
+        record = sum(self.kept_dtype(name).itemsize for name in self.slots)
+        return ElementBytes(self.unit.dtype.itemsize, record=record, gradient=self.dtype.itemsize)
 
     def num_elements(self, span: Span) -> int:
         """Return the elements from the first to the last trained one in `span`: the most that chunks cover."""
         trained = list(self.state_names)
         return len(span.overlap(trained[0].offset, round_up_elements(trained[-1].end)))
 
+    def wide_dtype(self, parameter: ManagedParameter, name: str) -> torch.dtype:
+        """The dtype in which the optimizer has a state."""
+        whole = self.wholes.get(parameter)
+        return self.dtype if whole is None or name not in whole.forms else whole.forms[name].dtype
+
     def form_of(self, parameter: ManagedParameter, name: str) -> TensorForm:
         """The form of a state, or of the master weights."""
         whole = self.wholes.get(parameter)
         if whole is not None and name in whole.forms:
-            return whole.forms[name]
-        return TensorForm(parameter.shape, parameter.stride, self.dtype)
+            form = whole.forms[name]
+            return replace(form, dtype=self.kept_dtype(name, form.dtype))
+        return TensorForm(parameter.shape, parameter.stride, self.kept_dtype(name))
+
+    def slots_of(self, num_elements: int) -> dict[str, Slot]:
+        """The slots of a chunk of elements."""
+        return element_slots({name: self.kept_dtype(name) for name in self.slots}, num_elements)
 
     def whole_slots(self, parameter: ManagedParameter) -> dict[str, Slot]:
         """The slots of a parameter that is updated whole."""
-        own = element_slots(self.master, round_up_elements(parameter.num_elements), self.dtype)
-        return whole_slots(own, self.wholes[parameter].forms)
+        own = element_slots(dict.fromkeys(self.master, self.dtype), round_up_elements(parameter.num_elements))
+        return whole_slots(own, {name: self.form_of(parameter, name) for name in self.wholes[parameter].forms})
 
     def whole_sizes(self, span: Span) -> dict[ManagedParameter, int]:
         """Bytes of the record of each parameter in `span` that is updated whole."""
@@ -120,14 +153,23 @@ class StateRecord:
         }
 
 
-def make_record(unit: Unit, dtype: torch.dtype, kinds: UpdateKinds) -> StateRecord | None:
+def make_record(unit: Unit, precision: Precision, kinds: UpdateKinds, *, rounding_seed: int = 0) -> StateRecord | None:
     """Return the record of a unit, without chunks yet; None if nothing in it is trained."""
     trained = [p for p in unit.parameters if p.group is not None]
     if not trained:
         return None
+    dtype = precision.optimized
     wholes = {p: kinds.whole_state(p, dtype) for p in trained if kinds.is_whole(p.group or 0, dtype)}
     names = {p: tuple(wholes[p].forms) if p in wholes else kinds.element_names(p.group or 0, dtype) for p in trained}
-    return StateRecord(unit, dtype, has_master=dtype != unit.dtype, state_names=names, wholes=wholes)
+    return StateRecord(
+        unit,
+        dtype,
+        has_master=precision.has_master,
+        state_names=names,
+        wholes=wholes,
+        state_dtype=precision.states if precision.states.itemsize < dtype.itemsize else None,
+        rounding_seed=rounding_seed,
+    )
 
 
 def make_chunks(
@@ -141,11 +183,7 @@ def make_chunks(
         for start, stop, segments in _cut_record(record, num_elements, span):
             name = f"{record.unit.name}[{len(record.gradient_chunks)}]"
             first = segments[0].parameter
-            slots = (
-                record.whole_slots(first)
-                if first in record.wholes
-                else element_slots(record.slots, stop - start, record.dtype)
-            )
+            slots = record.whole_slots(first) if first in record.wholes else record.slots_of(stop - start)
             is_kept = bool(slots) and span is owned
             kept = store.create(f"{name} optimizer record", record_bytes(slots), home) if is_kept else None
             gradient = store.create(f"{name} gradient", (stop - start) * record.dtype.itemsize, home)
@@ -161,7 +199,7 @@ def make_device_chunk(record: StateRecord, store: BlockStore, device: torch.devi
     owned = record.unit.owned
     for start, stop, segments in cut(list(record.state_names), len(owned), owned):
         name, size = f"{record.unit.name}[0]", (stop - start) * record.dtype.itemsize
-        slots = element_slots(record.slots, stop - start, record.dtype)
+        slots = record.slots_of(stop - start)
         kept = store.create_on_device(f"{name} optimizer record", record_bytes(slots), device) if slots else None
         gradient = store.create(f"{name} gradient", size, Home.DEVICE)  # never gets memory
         record.chunks.append(Chunk(start, stop, segments, slots, kept, gradient))

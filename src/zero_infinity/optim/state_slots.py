@@ -6,7 +6,7 @@ dtype: a momentum, the factors of a matrix, quantised values with their scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +67,12 @@ class Slot:
         return memory[self.start : self.start + self.num_elements * self.dtype.itemsize].view(self.dtype)
 
 
-def element_slots(names: Iterable[str], num_elements: int, dtype: torch.dtype) -> dict[str, Slot]:
+def element_slots(dtypes: Mapping[str, torch.dtype], num_elements: int) -> dict[str, Slot]:
     """Slots with one value for each of `num_elements` elements, one after the other."""
-    width = num_elements * dtype.itemsize
-    return {name: Slot(number * width, num_elements, dtype) for number, name in enumerate(names)}
+    slots: dict[str, Slot] = {}
+    for name, dtype in dtypes.items():
+        slots[name] = Slot(record_bytes(slots), num_elements, dtype)
+    return slots
 
 
 def whole_slots(before: Mapping[str, Slot], forms: Mapping[str, TensorForm]) -> dict[str, Slot]:

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_infinity._torch import copy_without_step_hooks, plain_step
+from zero_infinity.errors import UsageError
 from zero_infinity.params.dynamo import no_compiling
 
 Scalars = dict[str, Any]
@@ -57,11 +58,25 @@ class UpdateRule:
         # Cloned: an optimizer may count in a tensor, and the next slices need the settings of the same step.
         group = {**hyperparameters_of(hyperparameters), "params": [values for values, _, _ in slices]}
         self._stepper.param_groups = [group]
+        memory = [values.detach() for values, _, _ in slices]
         with no_compiling():
             self._step(self._stepper)
-        for values, _, _ in slices:
+        for (values, _, _), kept in zip(slices, memory, strict=True):
             values.grad = None
+            if values.data_ptr() != kept.data_ptr():
+                self._take_new_memory(values, kept)
         return [self._stepper.state.pop(values, {}) for values, _, _ in slices]
+
+    def _take_new_memory(self, values: torch.Tensor, kept: torch.Tensor) -> None:
+        """The optimizer has given a parameter another tensor (`p.data = ...`) instead of changing it in place."""
+        if values.shape != kept.shape:
+            raise UsageError(
+                f"the optimizer {self.kind} cannot be streamed: it changes the shape of a parameter from "
+                f"{list(kept.shape)} to {list(values.shape)}\n"
+                "  fix:   an optimizer whose step leaves shapes as they are; reshape before zi.prepare"
+            )
+        kept.copy_(values)
+        values.data = kept
 
     @property
     def settings(self) -> Hyperparameters:

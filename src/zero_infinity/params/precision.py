@@ -1,10 +1,11 @@
 """Chooses the dtypes in which a parameter is stored, computed and optimized.
 
-Stored: `param_dtype`, else the parameter's own. Optimized: `optim_dtype`, else float32 for 16-bit storage (master
-weights) and the stored dtype otherwise. Computed: `compute_dtype`; else, if storage was set to 16 bits, that dtype if
-this machine multiplies matrices in it about as fast as in float32. That is measured, never assumed: on CPUs without
-16-bit instructions it is many times slower, and then 16 bits are used for storage and transfer only. Batch norms
-compute in the dtype in which they were created.
+Stored: `param_dtype`, else the parameter's own. Optimizer states: `optim_dtype`, else float32 for 16-bit storage and
+the stored dtype otherwise. Updates are computed in the wider of the two, and what is narrower is rounded; with
+`master`, from a copy of the parameter or without one. Computed: `compute_dtype`; else, if storage was set to 16 bits,
+that dtype if this machine multiplies matrices in it about as fast as in float32. That is measured, never assumed: on
+CPUs without 16-bit instructions it is many times slower, and then 16 bits are used for storage and transfer only. Batch
+norms compute in the dtype in which they were created.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Precision:
 
     stored: torch.dtype
     computed: torch.dtype
-    optimized: torch.dtype
+    optimized: torch.dtype  # of the arithmetic of updates, of gradients that wait, and of a master copy
+    states: torch.dtype  # of the optimizer's states
+    has_master: bool  # the optimizer keeps a copy of the parameter in `optimized`
 
 
 def precision_of(
@@ -47,21 +50,37 @@ def precision_of(
     `computed_as_made`: its module computes in the dtype in which the user made it, whatever other modules do.
     """
     if not own.is_floating_point:  # bytes of packed tensors
-        return Precision(own, own, own)
+        return Precision(own, own, own, own, has_master=False)
     stored = _dtype(config.param_dtype) or own
     computed = _dtype(config.compute_dtype) or own
     if computed_as_made:
         computed = own
     elif config.compute_dtype is None and config.param_dtype is not None and stored.itemsize < own.itemsize:
         computed = stored if (multiplies_fast(stored, device) if fast is None else fast) else own
-    optimized = _dtype(config.optim_dtype) or (torch.float32 if stored.itemsize < 4 else stored)
-    if optimized.itemsize < stored.itemsize:
+    states = _dtype(config.optim_dtype) or (torch.float32 if stored.itemsize < 4 else stored)
+    optimized = states if states.itemsize >= stored.itemsize else stored
+    if stored.itemsize < 4 and config.master != "auto":
+        optimized = torch.float32
+    has_master = optimized != stored and config.master != "none"
+    _check_rounding(config, stored, states, optimized, has_master=has_master)
+    return Precision(stored, computed, optimized, states, has_master)
+
+
+def _check_rounding(
+    config: Config, stored: torch.dtype, states: torch.dtype, optimized: torch.dtype, *, has_master: bool
+) -> None:
+    """Raise unless what an update rounds stochastically has the range of float32."""
+    if states not in (optimized, torch.bfloat16):
         raise ConfigError(
-            f"optim_dtype={config.optim_dtype!r} is narrower than the {stored} that parameters are stored in: every "
-            f"update would lose bits\n  fix:   optim_dtype={str(stored).removeprefix('torch.')!r}, or a "
-            "narrower param_dtype"
+            f"optim_dtype={config.optim_dtype!r} is narrower than the {optimized} in which updates are computed, and "
+            "has too little range for squares of gradients\n"
+            f'  fix:   optim_dtype="bfloat16", or {str(optimized).removeprefix("torch.")!r}'
         )
-    return Precision(stored, computed, optimized)
+    if stored not in (optimized, torch.bfloat16) and not has_master:
+        raise ConfigError(
+            f"master='none' rounds every update to the {stored} that parameters are stored in, which has too little "
+            'range for that\n  fix:   param_dtype="bfloat16", or master="auto"'
+        )
 
 
 def computes_with_buffers(module: nn.Module) -> bool:

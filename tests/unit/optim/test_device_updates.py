@@ -11,6 +11,7 @@ from zero_infinity.optim.device_gradients import DeviceGradients
 from zero_infinity.optim.device_updates import DeviceUpdates
 from zero_infinity.optim.state_records import MASTER, StateRecord, make_device_chunk, make_record
 from zero_infinity.optim.update_kind import UpdateKinds
+from zero_infinity.params.precision import Precision
 from zero_infinity.params.unit import Unit, make_unit
 from zero_infinity.params.unit_values import DeviceValues, ValueSources
 from zero_infinity.storage.block_store import BlockStore
@@ -32,6 +33,8 @@ class Trained:
         self.store = BlockStore(BufferPool(1 << 20))
         self.records: dict[Unit, StateRecord] = {}
         kinds = UpdateKinds(self.optimizer)
+        optimized = torch.float32
+        precision = Precision(dtype, dtype, optimized, optimized, has_master=dtype != optimized)
         for number, members in enumerate(mine):
             named = [(f"p{place}", p) for place, p in enumerate(members)]
             unit = make_unit(f"unit{number}", named, dtype=dtype, compute_dtype=dtype, device=CPU)
@@ -40,7 +43,7 @@ class Trained:
             for known in unit.parameters:
                 known.train_in(0 if number == 0 else 1)
                 known.of(block.the_device_bytes().view(dtype)).copy_(known.parameter.detach())
-            record = make_record(unit, torch.float32, kinds)
+            record = make_record(unit, precision, kinds)
             assert record is not None
             make_device_chunk(record, self.store, CPU)
             self.records[unit] = record

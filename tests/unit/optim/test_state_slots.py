@@ -19,7 +19,7 @@ forms = st.builds(
 @given(st.lists(forms, max_size=5), st.integers(0, 3), st.integers(1, 200))
 def test_slots_lie_apart_and_hold_what_is_put_in(found: list[TensorForm], num_slices: int, num_elements: int) -> None:
     names = {f"state{number}": form for number, form in enumerate(found)}
-    before = element_slots([f"slice{number}" for number in range(num_slices)], num_elements, torch.float32)
+    before = element_slots({f"slice{number}": torch.float32 for number in range(num_slices)}, num_elements)
     slots = whole_slots(before, names)
     assert list(slots) == [*before, *names]
     memory = torch.zeros(record_bytes(slots), dtype=torch.uint8)
