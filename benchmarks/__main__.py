@@ -20,6 +20,7 @@ BENCHMARKS = {
     "peers": ("peers.command", "a training step against DeepSpeed, FSDP2 and memory-mapped files"),
     "capacity": ("capacity", "the largest model that trains within a real memory limit"),
     "finetune": ("finetune.command", "a 1.1B Llama through Trainer within a real memory limit"),
+    "generate": ("generate", "tokens a second with half of the model in memory, against accelerate"),
     "growth": ("growth.command", "how time, memory and traffic grow with the model"),
     "ablations": ("ablations.command", "what each part of the engine is worth"),
     "checkpoint": ("checkpoint", "saving and loading against the drive alone"),

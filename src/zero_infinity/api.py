@@ -28,6 +28,7 @@ from zero_infinity.checkpoint.io_thread_pool import Progress
 from zero_infinity.checkpoint.load import CheckpointLoad
 from zero_infinity.checkpoint.load_pretrained import PretrainedLoad
 from zero_infinity.checkpoint.save import CheckpointSave
+from zero_infinity.checkpoint.snapshot import Which
 from zero_infinity.checkpoint.training_view import UnpreparedModel
 from zero_infinity.comm.process_group import find_group
 from zero_infinity.config import Config
@@ -296,7 +297,8 @@ def save(
         The folder of the new checkpoint.
     """
     engine = _engine_of_both(model, optimizer)
-    saving = CheckpointSave(model, engine, with_optimizer=optimizer is not None, trained_only=trained_only)
+    which = Which.TRAINED if trained_only else Which.ALL
+    saving = CheckpointSave(model, engine, with_optimizer=optimizer is not None, which=which)
     return saving.write(Path(path), extra or {}, keep, background=background, progress=progress)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from zero_infinity.byte_sizes import format_bytes, format_seconds
 from zero_infinity.comm.channel import Traffic
 from zero_infinity.model_layout import ModelLayout
 from zero_infinity.params.parameter_store import ParameterStore
@@ -53,6 +54,27 @@ class Stats:
         """Where the states are, such as "5% device, 55% RAM, 40% NVMe"."""
         parts = ((self.device_state_bytes, "device"), (self.ram_state_bytes, "RAM"), (self.nvme_state_bytes, "NVMe"))
         return ", ".join(f"{num_bytes / max(1, self.state_bytes):.0%} {name}" for num_bytes, name in parts if num_bytes)
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks, without what is zero or empty."""
+        rows = []
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                value = ", ".join(f"{kind} {_shown(name, number)}" for kind, number in value.items())
+            if value:
+                rows.append(
+                    f"<tr><th>{name}</th><td>{value if isinstance(value, str) else _shown(name, value)}</td></tr>"
+                )
+        return f"<table><caption>homes: {self.homes}</caption>{''.join(rows)}</table>"
+
+
+def _shown(name: str, value: float) -> str:
+    """A figure with its unit, which its name tells."""
+    if name.endswith("seconds"):
+        return format_seconds(value)
+    is_bytes = "bytes" in name or name.startswith(("memory_", "device_"))
+    return format_bytes(int(value)) if is_bytes else f"{value:,}"
 
 
 def collect_stats(

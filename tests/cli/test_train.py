@@ -15,7 +15,7 @@ import pytest
 from support.patience import SECONDS
 
 from zero_infinity import Config, StorageError
-from zero_infinity.cli import train_loop
+from zero_infinity.cli import train_loop, train_workload
 from zero_infinity.cli.main import main
 from zero_infinity.models.text import ByteBatches
 
@@ -240,17 +240,13 @@ def test_an_error_in_the_middle_leaves_nothing(
 
 
 def test_a_loss_that_is_no_number_stops(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_loop, "_workload", _diverging(train_loop._workload))
+    monkeypatch.setattr(train_workload.ByteGPT, "forward", _diverging(train_workload.ByteGPT.forward))
     assert main(["train", *TINY, "--steps", "5", "--nvme", "none"]) == 2
     assert "the loss is nan at step 1: training has diverged\n  fix:   --lr 0.0001" in capsys.readouterr().err
 
 
-def _diverging(make: Any) -> Any:
-    def replaced(job: train_loop.TrainJob) -> Any:
-        workload = make(job)
-        return train_loop._Workload(workload.build, lambda *args: workload.loss(*args) * float("nan"), workload.seq)
-
-    return replaced
+def _diverging(forward: Any) -> Any:
+    return lambda *arguments: forward(*arguments) * float("nan")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

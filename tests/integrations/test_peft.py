@@ -12,8 +12,10 @@ import pytest
 import torch
 from support.trainers import Tokens, assert_same, make_trainer, outcome, tiny_llama, train
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import zero_infinity as zi
+from zero_infinity.integrations.peft import save_merged
 from zero_infinity.integrations.transformers import STATES
 
 CLIPS = {"max_grad_norm": 1e-2, "gradient_accumulation_steps": 4}
@@ -116,3 +118,50 @@ def test_what_is_trained_is_saved_without_the_rest(tmp_path: Path) -> None:
         zi.load(folder, model, optimizer)
     zi.load(folder, model, optimizer, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_saved_layer_by_layer_and_the_base_stays(kind: str, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    config = zi.Config(memory="300KiB", nvme=tmp_path)
+    plain = make_trainer(tmp_path, None, model=adapted(kind, **shape), max_steps=2)
+    ours = make_trainer(tmp_path, config, model=adapted(kind, **shape), max_steps=2)
+    for trainer in (plain, ours):
+        trainer.train()
+    expected = plain.model.merge_and_unload().state_dict()
+    before = outcome(ours).weights
+    zi.synchronize(ours.model)
+    written = zi.stats(ours.model).bytes_written
+    save_merged(ours.model, tmp_path / "merged")
+    zi.synchronize(ours.model)
+    assert zi.stats(ours.model).memory_peak <= 300 << 10
+    base = sum(p.nbytes for p in ours.model.parameters() if not p.requires_grad)
+    # Blocks of adapters and their records may be evicted; no block of the base is written again.
+    assert zi.stats(ours.model).bytes_written - written < base / 4
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in expected.items())
+    assert all(torch.equal(value, before[name]) for name, value in outcome(ours).weights.items())
+
+
+def test_what_cannot_be_merged_is_told(tmp_path: Path) -> None:
+    with pytest.raises(zi.UsageError, match="has no adapters"):
+        save_merged(tiny_llama(), tmp_path / "x")
+    ours = make_trainer(tmp_path, zi.Config(), model=adapted("lora"), max_steps=1)
+    ours.train()
+    ours.model.merge_adapter()
+    with pytest.raises(zi.UsageError, match="is merged already"):
+        save_merged(ours.model, tmp_path / "x")
+
+
+def test_a_model_without_its_adapters_is_exported(tmp_path: Path) -> None:
+    """PEFT's own way: the adapters are gone from the model, and the engine still has them."""
+    exported = []
+    for config in (None, zi.Config(memory="256KiB", nvme=tmp_path)):
+        trainer = make_trainer(tmp_path, config, model=adapted("lora"), max_steps=2)
+        trainer.train()
+        merged = trainer.model.merge_and_unload()
+        folder = tmp_path / f"{config is None}"
+        merged.save_pretrained(folder) if config is None else zi.export(folder, merged)
+        exported.append(LlamaForCausalLM.from_pretrained(folder).state_dict())
+    assert all(torch.equal(value, exported[1][name]) for name, value in exported[0].items())

@@ -105,3 +105,15 @@ def test_where_the_states_are_is_said_in_words() -> None:
     assert stats.homes == "100% RAM"
     shares = {"device_state_bytes": 5, "ram_state_bytes": 55, "nvme_state_bytes": 40, "state_bytes": 100}
     assert dataclasses.replace(stats, **shares).homes == "5% device, 55% RAM, 40% NVMe"
+
+
+def test_a_notebook_shows_what_is_not_zero_with_units(tmp_path: Path) -> None:
+    _model, engine = prepare(tmp_path)
+    traffic = Traffic()
+    traffic.add("gather", 2048)
+    shown = collect(engine, traffic)._repr_html_()
+    assert "<tr><th>memory_budget</th><td>8.0 MiB</td></tr>" in shown
+    assert "<tr><th>num_parameters</th><td>4,672</td></tr>" in shown
+    assert "<tr><th>sent_bytes</th><td>gather 2.0 KiB</td></tr>" in shown
+    assert "homes: 100% RAM" in shown
+    assert "pending_updates" not in shown

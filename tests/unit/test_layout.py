@@ -39,6 +39,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/ranks.py": "cli/test_train_ranks.py",
     "cli/report_data.py": "cli/test_report.py",
     "cli/train_loop.py": "cli/test_train.py",
+    "cli/train_output.py": "cli/test_train_workload.py",
     "cli/train_summary.py": "cli/test_train.py",
     "comm/lost_rank.py": "unit/comm/test_channel.py",
     "comm/transport.py": "multirank/test_survivors.py",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,19 +21,21 @@ from torch import nn
 
 from zero_infinity.checkpoint.checkpoint_directory import find
 from zero_infinity.checkpoint.copy_into_block import to_file_bytes
-from zero_infinity.checkpoint.file_io import OpenFile, create, storage_errors, sync_directory, write_whole
+from zero_infinity.checkpoint.file_io import OpenFile, create, write_whole
 from zero_infinity.checkpoint.file_layout import SHARD_BYTES, FilePlace, TensorKind, plan_files
 from zero_infinity.checkpoint.hf_names import NameConversion, NamePlan, plan_export
 from zero_infinity.checkpoint.io_thread_pool import IOThreadPool, Job, Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MODEL, Manifest
 from zero_infinity.checkpoint.rank_parts import Key
-from zero_infinity.checkpoint.safetensors_header import DTYPES, NAMES
+from zero_infinity.checkpoint.safetensors_header import DTYPES
 from zero_infinity.checkpoint.save import CheckpointSave
+from zero_infinity.checkpoint.snapshot import Which
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.checkpoint.verify import OpenCheckpoint
 from zero_infinity.checkpoint.weight_files import write_index
+from zero_infinity.checkpoint.weight_writer import check_folder, folder_beside, kind_of, new_folder
 from zero_infinity.comm.checkpoint_agreement import Agreement
-from zero_infinity.errors import ConfigError, UsageError
+from zero_infinity.errors import UsageError
 from zero_infinity.params.packed_layers import HOLDER
 
 _ROOM_BYTES = 20 << 20
@@ -53,27 +54,19 @@ def export_checkpoint(
 
     `dtype`: of floating-point weights (default: as saved). `model`: used to convert names, if available.
     """
-    _check(directory, dtype)
+    check_folder(directory, dtype)
     with ExitStack() as stack:
         opened = OpenCheckpoint(find(checkpoint), stack)
         export = _Export(opened, dtype, model or _from_config(opened.manifest))
         files, places = plan_files(export.kinds, SHARD_BYTES)
         num_bytes = sum(kind.num_bytes for kind in export.kinds.values())
-        aside = _folder_beside(directory)
-        try:
+        with new_folder(directory) as aside:
             for name, file in files.items():
                 create(aside / name, file.beginning, file.num_bytes)
             export.write(aside, places, ProgressMeter(progress, num_bytes))
             write_index(aside, {name: place.file for (_, name), place in places.items()}, num_bytes)
             for name, values in _settings(opened.manifest, dtype).items():
                 write_whole(aside / name, json.dumps(values, indent=2).encode() + b"\n")
-            with storage_errors(directory, "name"):
-                sync_directory(aside)
-                aside.rename(directory)
-                sync_directory(directory.parent)
-        except BaseException:
-            shutil.rmtree(aside)
-            raise
     return num_bytes
 
 
@@ -90,11 +83,11 @@ class WeightExport:
         aside = None
         with agreement.agreed("creating the folder"):
             if agreement.rank == 0:
-                _check(directory, dtype)
-                aside = _folder_beside(directory)
+                check_folder(directory, dtype)
+                aside = folder_beside(directory)
         try:
             name = agreement.of_first("the folder", aside.name if aside is not None else "")
-            saving = CheckpointSave(self._model, self._view, with_optimizer=False)
+            saving = CheckpointSave(self._model, self._view, with_optimizer=False, which=Which.OF_PART)
             saved = saving.write(directory.parent / name, {}, None, progress=progress)
             with agreement.agreed("writing"):
                 if agreement.rank == 0:
@@ -141,7 +134,7 @@ class _Export:
         return plan
 
     def _kind(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorKind:
-        return TensorKind(NAMES[self._dtype if self._dtype is not None and dtype.is_floating_point else dtype], shape)
+        return kind_of(dtype, shape, self._dtype)
 
     def _apply(self, conversion: NameConversion, *, meta: bool) -> dict[str, torch.Tensor]:
         return conversion.apply(self._model or nn.Module(), partial(self._read, meta=meta))
@@ -180,23 +173,6 @@ class _Export:
             else:
                 for number in source.pieces(0, source.num_bytes // source.dtype.itemsize):
                     yield partial(source.read_piece, number, use=use)
-
-
-def _check(directory: Path, dtype: torch.dtype | None) -> None:
-    if dtype is not None and (dtype not in NAMES or not dtype.is_floating_point):
-        raise ConfigError(f"dtype {dtype} is not supported for weights\n  fix:   one of float32, bfloat16, float16")
-    with storage_errors(directory, "export to"):
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(f"{directory} exists and is not empty\n  fix:   export to a new folder")
-
-
-def _folder_beside(directory: Path) -> Path:
-    """A new folder to write to, on the same file system as `directory`."""
-    with storage_errors(directory, "export to"):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        aside = directory.parent / f".exporting-{secrets.token_hex(8)}"
-        aside.mkdir()
-    return aside
 
 
 def _settings(manifest: Manifest, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -156,8 +156,8 @@ def state_key(slot: str, name: str) -> str:
     return f"{slot}/{name}"
 
 
-def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
-    """The tensors of a model whose parameters are in the blocks of `view`."""
+def contents_of(model: nn.Module, view: WeightsView, *, of_part: bool = False) -> ModelContents:
+    """The tensors of a model whose parameters are in the blocks of `view`; `of_part`: some may be gone from it."""
     contents = ModelContents(view.records)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names = contents.names.setdefault(parameter, [])
@@ -187,7 +187,7 @@ def contents_of(model: nn.Module, view: WeightsView) -> ModelContents:
             contents.names[holder] = [name]
             contents.managed[name] = known
     strangers = [p.name for unit in view.units for p in unit.parameters if p.parameter not in contents.names]
-    if strangers:
+    if strangers and not of_part:
         raise UsageError(
             f"{strangers[0]!r} and {len(strangers) - 1} more parameters of the prepared model are not in this one\n"
             "  fix:   pass the model that zi.prepare or zi.init returned, not a part of it"

@@ -26,7 +26,7 @@ from zero_infinity.checkpoint.io_thread_pool import Progress, ProgressMeter
 from zero_infinity.checkpoint.manifest import MANIFEST, FileEntry
 from zero_infinity.checkpoint.rank_parts import BlockContent, Key
 from zero_infinity.checkpoint.shard_writer import ShardWriter
-from zero_infinity.checkpoint.snapshot import Snapshot
+from zero_infinity.checkpoint.snapshot import Snapshot, Which
 from zero_infinity.checkpoint.strict_json import parse, read_bytes
 from zero_infinity.checkpoint.training_view import TrainingView
 from zero_infinity.comm.checkpoint_agreement import Agreement
@@ -51,16 +51,14 @@ class _Target:
 class CheckpointSave:
     """One checkpoint of one model, on one rank."""
 
-    def __init__(
-        self, model: nn.Module, view: TrainingView, *, with_optimizer: bool, trained_only: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, view: TrainingView, *, with_optimizer: bool, which: Which = Which.ALL) -> None:
         self._view = view
         view.background_save.wait()
         self._agreement = Agreement("zi.save", view.ranks, view.step_channel)
         with self._agreement.agreed("finishing updates"):
             view.rest()
             self._snapshot = Snapshot(
-                model, view, self._agreement.num_ranks, with_optimizer=with_optimizer, trained_only=trained_only
+                model, view, self._agreement.num_ranks, with_optimizer=with_optimizer, which=which
             )
 
     def write(

@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
 
 import torch
 from torch import nn
@@ -42,15 +43,23 @@ from zero_infinity.optim.update_rule import copy_scalars, split_state
 from zero_infinity.params.unit import ManagedParameter
 
 
+class Which(Enum):
+    """The parameters of a save."""
+
+    ALL = "all"
+    TRAINED = "trained"  # without frozen ones
+    OF_PART = "of part"  # of a model that has lost some since it was prepared: merged adapters
+
+
 class Snapshot:
     """A model at rest. What the manifest says is copied: it stays valid while training continues."""
 
     def __init__(
-        self, model: nn.Module, view: TrainingView, num_ranks: int, *, with_optimizer: bool, trained_only: bool
+        self, model: nn.Module, view: TrainingView, num_ranks: int, *, with_optimizer: bool, which: Which
     ) -> None:
         self._view = view
-        self._contents = contents_of(model, view)
-        if trained_only:
+        self._contents = contents_of(model, view, of_part=which is Which.OF_PART)
+        if which is Which.TRAINED:
             self._contents.leave_out_frozen()
         self._states = _states(self._contents, view) if with_optimizer else None
         # Tensors outside of blocks: buffers, parameters in no unit, and the latter's states.

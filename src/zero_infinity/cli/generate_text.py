@@ -14,7 +14,7 @@ import torch
 from zero_infinity import api
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
-from zero_infinity.models.hugging_face_config import reason
+from zero_infinity.models.hugging_face_tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def generate(job: GenerateJob, config: Config, *, shown: bool) -> Generated:
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer, inputs = _inputs(job, transformers)
+    tokenizer, inputs = _inputs(job)
     model = _model(job, config, transformers)
     inputs = {name: value.to(next(model.parameters()).device) for name, value in inputs.items()}
     asked: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -131,21 +131,8 @@ def generate(job: GenerateJob, config: Config, *, shown: bool) -> Generated:
     return generated
 
 
-def _inputs(job: GenerateJob, transformers: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    if not (job.folder / "config.json").is_file():
-        raise ConfigError(
-            f"{job.folder} has no config.json\n"
-            "  fix:   a folder written by save_pretrained of transformers, or downloaded by hf download"
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(job.folder, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - whatever the tokenizer's own code raises
-        raise ConfigError(
-            f"{job.folder} has no tokenizer that can be read ({reason(error)})\n"
-            "  fix:   save it there: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)"
-        ) from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+def _inputs(job: GenerateJob) -> tuple[Any, dict[str, torch.Tensor]]:
+    tokenizer = read_tokenizer(job.folder)
     prompts: list[str] = job.prompt
     if job.chat:
         if not tokenizer.chat_template:

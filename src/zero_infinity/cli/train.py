@@ -43,9 +43,24 @@ OPTIMIZERS = {
     "radam": 1e-3,
     "adadelta": 1.0,
 }
+# Weights that are trained already move less in a step, adapters more: --lr is by default this part of the optimizer's.
+_PART_OF_LR = {"full": 0.02, "lora": 0.2}
 # Options and settings that may differ between ranks. Each rank's cache has its own memory budget; sizes on which ranks
 # must agree (buffers, gathered units, tiles) follow from the smallest one.
-_OF_ONE_RANK = {"data", "memory", "device_memory", "nvme", "config", "hf", "pretrained", "json", "log_every", "run"}
+_OF_ONE_RANK = {
+    "data",
+    "memory",
+    "device_memory",
+    "nvme",
+    "config",
+    "hf",
+    "pretrained",
+    "model",
+    "output",
+    "json",
+    "log_every",
+    "run",
+}
 
 EPILOG = """\
 examples:
@@ -55,8 +70,11 @@ examples:
   zero-infinity train --hf config.json --memory 4GiB --nvme /mnt/a /mnt/b --optimizer sgd --json
   torchrun --nproc-per-node 2 -m zero_infinity train --preset 5M --memory 9MiB --stage 3
   zero-infinity train --preset 25M --memory 64MiB --save checkpoints --save-every 50 --keep 2 --resume
-  zero-infinity train --pretrained ~/models/gpt2 --memory 1GiB --data notes.txt --save tuned
+  zero-infinity train --model ~/models/llama --data chats.jsonl --lora 8 --memory 2GiB --output adapters
+  zero-infinity train --model ~/models/llama --data notes.txt --memory 2GiB --nvme /mnt/nvme --output tuned
 
+With --model the data goes through the model's own tokenizer: .jsonl files with a row on each line, {"messages": [...]},
+{"prompt": "...", "completion": "..."} or {"text": "..."}, or text. Without it, data is bytes.
 --batch, --memory and --nvme are per rank.
 Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint (with --save), prints the summary, removes the swap space and
 exits with code 130 (or 143); a second one stops at once. If a rank is lost, nothing is saved: restart with --resume.
@@ -64,7 +82,9 @@ exits with code 130 (or 143); a second one stops at once. If a rank is lost, not
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Train a byte-level GPT, or a Hugging Face model, on text, within a memory budget."
+    parser.description = (
+        "Train a byte-level GPT on text, or a Hugging Face model on text or conversations, within a memory budget."
+    )
     parser.epilog = EPILOG
     model = parser.add_argument_group("model")
     model.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default {DEFAULT_PRESET})")
@@ -76,12 +96,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--hf", type=Path, metavar="CONFIG_JSON", help="Hugging Face config of a causal model, random weights"
     )
     model.add_argument(
-        "--pretrained", type=Path, metavar="DIR", help="Hugging Face folder of a causal model, its weights"
+        "--pretrained", type=Path, metavar="DIR", help="Hugging Face folder of a causal model, its weights; on bytes"
     )
+    model.add_argument(
+        "--model", type=Path, metavar="DIR", help="Hugging Face folder of a causal model, its weights and its tokenizer"
+    )
+    model.add_argument("--lora", type=integer, metavar="RANK", help="train adapters of this rank; --model stays as it "
+                       "is")  # fmt: skip
+    model.add_argument("--lora-targets", nargs="+", default=[], metavar="NAME", help="modules that get adapters "
+                       "(default: all linear layers but the head)")  # fmt: skip
 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="text files or folders "
                           "(default: the source of Python's standard library)")  # fmt: skip
+    training.add_argument("--learn", choices=("answers", "everything"), default="answers", help="of .jsonl rows: "
+                          "answers and completions, or prompts, too (default answers)")  # fmt: skip
     training.add_argument("--batch", type=integer, default=4, metavar="N", help="sequences per batch (default 4)")
     training.add_argument("--accumulate", type=integer, metavar="N", help="batches per step (default 1)")
     training.add_argument("--steps", type=integer, default=100, metavar="N", help="total number of steps (default 100)")
@@ -123,6 +152,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--log-every", type=integer, metavar="N", help="steps between two lines (default: 20 lines in all)"
     )
+    output.add_argument("--output", type=Path, metavar="DIR", help="at the end write what was trained to this new "
+                        "folder, as transformers (or PEFT, for adapters) reads it")  # fmt: skip
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, for zero-infinity report or "
                         "ui.perfetto.dev")  # fmt: skip
     parser.set_defaults(run=run)
@@ -136,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
                 from zero_infinity.cli.train_checkpoints import options_of
 
                 save = options_of(args, is_first=ranks.rank == 0)
+                _check_output(args, is_first=ranks.rank == 0)
                 config = stack.enter_context(with_swap_space(_config(args), args.nvme))
             ranks.all_same("the command's options or settings", _alike(args, config), "the same ones on every rank")
             from zero_infinity.cli.train_loop import train
@@ -166,24 +198,44 @@ def _alike(args: argparse.Namespace, config: Config) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted({**options, **settings}.items()))
 
 
+def _check_output(args: argparse.Namespace, *, is_first: bool) -> None:
+    from zero_infinity.cli.train_output import check_output
+
+    if args.output is not None and is_first:
+        check_output(args.output)
+
+
 def _job(args: argparse.Namespace, model: Shape | Path, save: SaveOptions | None) -> TrainJob:
     from zero_infinity.cli.train_loop import TrainJob
+    from zero_infinity.cli.train_workload import DataJob, FineTune
 
-    names = ("seq", "batch", "steps", "optimizer", "warmup", "seed", "pretrained")
+    names = ("steps", "optimizer", "warmup", "pretrained", "output")
     same = {name: getattr(args, name) for name in names}
-    lr = OPTIMIZERS[args.optimizer] if args.lr is None else args.lr
-    return TrainJob(model=model, lr=lr, data=tuple(args.data), save=save, **same)
+    lr = OPTIMIZERS[args.optimizer]
+    source: Shape | Path | FineTune = model
+    if args.model is not None:
+        lr *= _PART_OF_LR["full" if args.lora is None else "lora"]
+        source = FineTune(args.model, args.lora, tuple(args.lora_targets), everything=args.learn == "everything")
+    data = DataJob(tuple(args.data), args.seq, args.batch, args.seed)
+    return TrainJob(model=source, lr=lr if args.lr is None else args.lr, data=data, save=save, **same)
 
 
 def _model(args: argparse.Namespace) -> Shape | Path:
-    source = args.pretrained or args.hf
+    """The model, or where it is; a mistake in the combination of options is told."""
+    if args.model is None:
+        for name, given in (("lora", args.lora), ("lora-targets", args.lora_targets)):
+            if given:
+                raise ConfigError(f"--{name} needs --model DIR\n  fix:   the folder of the model to adapt")
+    elif args.lora_targets and args.lora is None:
+        raise ConfigError("--lora-targets needs --lora RANK\n  fix:   --lora 8")
+    source = args.model or args.pretrained or args.hf
     if source is None:
         shape = {name: value for name in ("layers", "hidden", "heads", "seq") if (value := getattr(args, name))}
         return replace(preset(args.preset or DEFAULT_PRESET), **shape, tied=args.tied)
-    names = ("preset", "layers", "hidden", "heads", "tied", *(("hf",) if args.pretrained else ()))
-    given = [name for name in names if getattr(args, name)]
+    option = next(name for name in ("model", "pretrained", "hf") if getattr(args, name))
+    others = {"model": ("pretrained", "hf"), "pretrained": ("hf",), "hf": ()}[option]
+    given = [name for name in ("preset", "layers", "hidden", "heads", "tied", *others) if getattr(args, name)]
     if given:
-        option = "pretrained" if args.pretrained else "hf"
         raise ConfigError(f"--{option} takes the model's shape from {source}; leave out --{', --'.join(given)}")
     config: Path = source
     return config

@@ -21,8 +21,8 @@ from zero_infinity import api
 from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.checkpoint.checkpoint_directory import CheckpointDraft, has_checkpoint
 from zero_infinity.cli.progress_display import Progress
+from zero_infinity.cli.train_workload import Positioned
 from zero_infinity.errors import ConfigError
-from zero_infinity.models.text import ByteBatches
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 
 
@@ -35,6 +35,7 @@ class SaveOptions:
     keep: int | None
     resume: bool
     background: bool
+    trained_only: bool = False  # of adapters: the base is in its own folder
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class Checkpoints:
     _model: nn.Module
     _optimizer: StreamedOptimizer
     _schedule: LRScheduler
-    _batches: ByteBatches
+    _batches: Positioned
     _settings: dict[str, Any]  # must be those of the run that is resumed
     _progress: Progress
     _last: int | None = None  # the step that was saved last
@@ -58,7 +59,8 @@ class Checkpoints:
         start = time.perf_counter()
         directory = self._options.directory
         with self._progress.transfer("loading") as shown:
-            extra = api.load(directory, self._model, self._optimizer, progress=shown)
+            strict = not self._options.trained_only
+            extra = api.load(directory, self._model, self._optimizer, strict=strict, progress=shown)
         missing = [name for name in self._extra() if name not in extra]
         if missing:
             raise ConfigError(
@@ -111,6 +113,7 @@ class Checkpoints:
                 extra=self._extra(),
                 keep=options.keep,
                 background=background,
+                trained_only=options.trained_only,
                 progress=shown,
             )
         self._last = step
@@ -155,4 +158,4 @@ def options_of(args: argparse.Namespace, *, is_first: bool) -> SaveOptions | Non
             )
         # Fail now, not after the last step, if the directory cannot be written.
         CheckpointDraft(directory).discard()
-    return SaveOptions(directory, args.save_every, args.keep, args.resume, background)
+    return SaveOptions(directory, args.save_every, args.keep, args.resume, background, args.lora is not None)

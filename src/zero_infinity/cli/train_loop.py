@@ -10,32 +10,29 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_infinity import api
 from zero_infinity.byte_sizes import format_bytes, format_count
-from zero_infinity.cli import hugging_face_shape
 from zero_infinity.cli.progress_display import Progress, Step
 from zero_infinity.cli.ranks import Ranks
 from zero_infinity.cli.signals import SignalWatch
 from zero_infinity.cli.train_checkpoints import Checkpoints, SaveOptions
+from zero_infinity.cli.train_output import write_folder
 from zero_infinity.cli.train_summary import RankFigures, Summary, figures_of, summarize
+from zero_infinity.cli.train_workload import DataJob, FineTune, make_workload
 from zero_infinity.config import Config
 from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
-from zero_infinity.models import hugging_face_config, text
-from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 
-_DEFAULT_SEQ = 256  # of a Hugging Face model
 _MOMENTUM = 0.9
 
 
@@ -43,61 +40,56 @@ _MOMENTUM = 0.9
 class TrainJob:
     """Model, data and hyperparameters of a run."""
 
-    model: Shape | Path  # the built-in model, or a Hugging Face config
-    seq: int | None
-    batch: int
+    model: Shape | Path | FineTune  # the built-in model, a Hugging Face config, or a folder with a tokenizer
+    data: DataJob
     steps: int
     optimizer: str
     lr: float
     warmup: int
-    seed: int
-    data: tuple[Path, ...]  # empty: the standard library's source
-    pretrained: Path | None = None  # initial weights
+    pretrained: Path | None = None  # initial weights of a model that is trained on bytes
     save: SaveOptions | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Workload:
-    build: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
-    seq: int
+    output: Path | None = None  # folder for what was trained, as save_pretrained writes it
 
 
 def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Progress, ranks: Ranks) -> Summary:
     """Train until the last step, or until a signal came: then all ranks stop after the same step."""
+    seed = job.data.seed
     with ranks.agreed("reading the data"):
-        workload = _workload(job)
-        corpus = text.collect(job.data) if job.data else text.standard_library()
-        batches = text.ByteBatches(
-            corpus, job.batch, workload.seq, job.seed, rank=ranks.rank, num_ranks=ranks.num_ranks
-        )
-    ranks.all_same("the data", f"{corpus.num_bytes:,} bytes of text", "the same files under --data on every machine")
-    torch.manual_seed(job.seed)
+        workload = make_workload(job.model, job.data, ranks)
+    batches = workload.batches
+    ranks.all_same("the data", workload.describe(), "the same files under --data on every machine")
+    torch.manual_seed(seed)
     with build_context(config):
         model = workload.build()
     model, optimizer = api.prepare(model, make_optimizer(job.optimizer, model, job.lr), config)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (job.warmup + 1)))
     if ranks.rank:
-        torch.manual_seed(job.seed + ranks.rank)  # weights are the same on all ranks, dropout is not
+        torch.manual_seed(seed + ranks.rank)  # weights are the same on all ranks, dropout is not
     num_batches = config.gradient_accumulation_steps
-    settings = {"lr": job.lr, "warmup": job.warmup, "seed": job.seed, "batch": job.batch, "accumulate": num_batches}
+    settings: dict[str, float | None] = {
+        "lr": job.lr,
+        "warmup": job.warmup,
+        "seed": seed,
+        "batch": job.data.batch,
+        "accumulate": num_batches,
+    }
+    if isinstance(job.model, FineTune):
+        settings["lora"] = job.model.lora
     checkpoints = Checkpoints(job.save, model, optimizer, schedule, batches, settings, progress)
-    progress.say(_opening(api.stats(model), corpus.num_bytes, ranks.num_ranks, config.stage))
+    progress.say(_opening(api.stats(model), workload.describe(), ranks.num_ranks, config.stage))
     first = checkpoints.resume()
     if job.pretrained is not None and not first:
         with progress.transfer("loading") as shown:
             api.load_pretrained(model, job.pretrained, progress=shown)
     before = api.stats(model)
-    tokens_per_step = ranks.num_ranks * num_batches * job.batch * workload.seq
+    tokens_per_step = ranks.num_ranks * num_batches * job.data.batch * workload.seq
     losses: list[float] = []
     started = time.perf_counter()
     meter = _Meter(before, started, job.steps, tokens_per_step, ranks)
     with interruption.deferred(), progress.live():
         while first + len(losses) < job.steps and not interruption.is_agreed:
             loss = 0.0
-            for _ in range(num_batches):
-                inputs, targets = next(batches)
-                part = workload.loss(model, inputs, targets) / num_batches
+            for part in workload.losses(model, num_batches, ranks):
                 part.backward()
                 loss += part.item()
             optimizer.step()
@@ -115,6 +107,9 @@ def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Pr
         api.synchronize(model)
         after = api.stats(model)
     seconds = time.perf_counter() - started
+    if job.output is not None:
+        with progress.transfer("writing") as shown:
+            write_folder(job.output, model, job.model, shown)
     process_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     mine = figures_of(ranks.rank, before, after, steps=len(losses), process_peak=process_peak)
     told = ranks.tell_text("figures", json.dumps(asdict(mine)))
@@ -132,11 +127,11 @@ def train(job: TrainJob, config: Config, interruption: SignalWatch, progress: Pr
     )
 
 
-def _opening(stats: Stats, text_bytes: int, num_ranks: int, stage: int) -> str:
+def _opening(stats: Stats, data: str, num_ranks: int, stage: int) -> str:
     each = " on this rank" if num_ranks > 1 else ""
     line = (
         f"{format_count(stats.num_parameters)} parameters, {format_bytes(stats.state_bytes)} of states{each} "
-        f"({stats.homes}), {format_bytes(stats.memory_budget)} of memory; {format_bytes(text_bytes)} of text"
+        f"({stats.homes}), {format_bytes(stats.memory_budget)} of memory; {data}"
     )
     return f"{line}; {num_ranks} ranks, stage {stage}" if num_ranks > 1 else line
 
@@ -151,7 +146,8 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
     fused = {"fused": True} if name in ("adamw", "adam", "sgd", "adagrad") else {}
     momentum = {"momentum": _MOMENTUM} if name == "sgd" else {}
     kind = {known.lower(): known for known in dir(torch.optim)}[name]
-    optimizer: Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr, **fused, **momentum)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Optimizer = getattr(torch.optim, kind)(trained, lr=lr, **fused, **momentum)
     return optimizer
 
 
@@ -191,16 +187,3 @@ class _Meter:
             ranks=self._ranks.num_ranks,
             memory_held_most=int(max(held)),
         )
-
-
-def _workload(job: TrainJob) -> _Workload:
-    if isinstance(job.model, Shape):
-        shape = job.model
-        return _Workload(lambda: ByteGPT(shape), lambda model, inputs, targets: model(inputs, targets), shape.seq)
-    config = hugging_face_config.read_config(job.model)
-    hugging_face_shape.check(config)
-    limit = config.max_seq
-    seq = job.seq or min(_DEFAULT_SEQ, limit or _DEFAULT_SEQ)
-    if limit is not None and seq > limit:
-        raise UsageError(f"--seq is {seq}, but {job.model} has positions for {limit}\n  fix:   --seq {limit}")
-    return _Workload(config.build, lambda model, inputs, _: hugging_face_config.loss_of(model, inputs), seq)

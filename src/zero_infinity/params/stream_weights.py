@@ -13,11 +13,15 @@ from zero_infinity.params.packed_tensor import PackedTensor, values_of
 from zero_infinity.params.unshard import unsharder_of
 
 
-def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_weights(model: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and value of every parameter and buffer of a prepared model, one at a time within the budget.
 
     For handing weights to another engine, such as one that generates. Use a value, or copy it, before the next one is
     asked for. A tied parameter is yielded once. On several ranks all of them iterate, and each gets whole values.
+
+    Args:
+        model: A prepared model.
+        buffers: False: only parameters.
     """
     parameters = dict(model.named_parameters())
     if all(managed(parameter) is None for parameter in parameters.values()):
@@ -31,5 +35,5 @@ def stream_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         else:
             with unsharder_of(known).unsharded([known]):
                 yield name, parameter.detach()
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers() if buffers else ():
         yield name, values_of(buffer) if isinstance(buffer, PackedTensor) else buffer

@@ -4,13 +4,13 @@ import json
 
 from support.prepared import Prepared
 
-from zero_infinity.checkpoint.snapshot import Snapshot
+from zero_infinity.checkpoint.snapshot import Snapshot, Which
 
 
 def test_kinds_blocks_and_manifest(prepared: Prepared) -> None:
     model, optimizer, view = prepared
     view.rest()
-    snapshot = Snapshot(model, view, 1, with_optimizer=True, trained_only=False)
+    snapshot = Snapshot(model, view, 1, with_optimizer=True, which=Which.ALL)
     assert snapshot.kinds["model", "0.weight"].shape == (4, 4)
     assert ("model", "2.weight") not in snapshot.kinds  # tied
     assert ("optimizer", "exp_avg/0.weight") in snapshot.kinds
@@ -29,6 +29,6 @@ def test_kinds_blocks_and_manifest(prepared: Prepared) -> None:
 def test_without_the_optimizer(prepared: Prepared) -> None:
     model, _, view = prepared
     view.rest()
-    snapshot = Snapshot(model, view, 1, with_optimizer=False, trained_only=False)
+    snapshot = Snapshot(model, view, 1, with_optimizer=False, which=Which.ALL)
     assert {section for section, _ in snapshot.kinds} == {"model"}
     assert snapshot.manifest({}, {}, {}).optimizer is None
