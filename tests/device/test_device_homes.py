@@ -373,6 +373,7 @@ def test_only_units_on_the_host_move_at_any_device_memory(device_memory: int) ->
 
 
 def test_clipping_waits_once_if_some_live_on_the_host() -> None:
+    wait_for_end(set())  # an engine that closes waits for the device
     model = net()
     with living_on_device(every_second):
         model, optimizer = zi.prepare(
