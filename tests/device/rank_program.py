@@ -101,26 +101,34 @@ class Fork(nn.Module):
         self.ways = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
         self.end = nn.Linear(48, 48)
 
-    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
-        return self.end(self.ways[way](x).tanh())
+    def forward(self, x: torch.Tensor, ways: list[int]) -> torch.Tensor:
+        for way in ways:
+            x = self.ways[way](x).tanh()
+        return self.end(x)
+
+
+def ways_of(rank: int, number: int) -> list[int]:
+    """The first rank goes both ways, the other one alternates."""
+    return [number % 2] if rank else [1 - number % 2, number % 2]
 
 
 def train_apart(rank: int, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Train with long kernels, so that updates on the device are late; returns weights."""
+    """Train on a stream of one's own with long kernels, so that updates on the device are late; returns weights."""
     device = device_of(rank, seed=0)
     with living_on_device(lambda _: True):
         model = Fork().to(device)
         model, optimizer = zi.prepare(model, adamw(model), zi.Config(**config))
-    for number in range(NUM_STEPS):
-        data = batch(number, rank, device)
+    torch.accelerator.synchronize(device)
+    EXTENSION.set_delays(kernel_seconds=2e-3)
+    with torch.Stream(device):
+        for number in range(NUM_STEPS):
+            model(batch(number, rank, device), ways_of(rank, number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         zi.synchronize(model)
         torch.accelerator.synchronize(device)
-        EXTENSION.set_delays(probability=0.0, kernel_seconds=2e-3)
-        model(data, (number + rank) % 2).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+        return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def gather_from_two_threads(rank: int, num_gathers: int) -> list[torch.Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support.compare import adamw, assert_identical, run_plain, run_prepared, sgd, training
+from support.compare import adamw, assert_identical, run_plain, run_prepared, sgd, training, wait_for_end
 from support.device import DEVICE, EXTENSION, WHY_NOT, on_device
 from support.models import mean_square
 from torch import nn
@@ -17,7 +19,10 @@ from torch.optim import optimizer as optimizer_module
 
 import zero_infinity as zi
 from zero_infinity.activations import offload
+from zero_infinity.activations.activation_mover import ActivationMover
+from zero_infinity.activations.device_activation_storage import _Transfers
 from zero_infinity.api import engine_of
+from zero_infinity.storage.block import Block
 from zero_infinity.tiers.torch_accelerator import TorchAccelerator
 
 if EXTENSION is None:
@@ -100,6 +105,7 @@ def steady(how: dict[str, Any], watch: Callable[[], None] = lambda: None, **chan
 
 @pytest.mark.parametrize("how", BOTH, ids=NAMES)
 def test_threads_that_compute_never_wait_for_the_device(how: dict[str, Any]) -> None:
+    wait_for_end(set())  # an engine that closes waits, too
     others: list[int] = []
 
     def watch() -> None:
@@ -210,3 +216,22 @@ def test_an_upload_is_ordered_before_its_use(is_pinned: bool) -> None:
     found, transfer = device.link().upload(source)
     transfer.order()
     assert (found + 0).eq(5).all()
+
+
+def test_a_block_is_released_after_it_is_up() -> None:
+    """It may become another block's memory then, which the host writes to."""
+    order: list[str] = []
+
+    @contextmanager
+    def reading(_: Block) -> Iterator[torch.Tensor]:
+        yield torch.zeros(ONE, dtype=torch.uint8)
+        order.append("released")
+
+    up = mock.Mock(wait=lambda: order.append("waited"))
+    link = mock.Mock(upload=lambda source: (source, up))
+    mover = ActivationMover()
+    slot = mock.Mock(error=None, uploaded=None)
+    _Transfers(mock.Mock(reading=reading), link, mover).upload(slot)
+    mover.close()
+    assert order == ["waited", "released"]
+    assert slot.uploaded is not None

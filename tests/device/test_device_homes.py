@@ -184,8 +184,8 @@ def trained_in(precision: dict[str, Any], at_home: Callable[[int], bool]) -> tup
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    return model, losses
+        losses.append(loss.detach())
+    return model, [loss.cpu() for loss in losses]  # not before: the host runs ahead
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,19 @@ def test_16_bits_with_master_weights_are_as_on_the_host(precision: dict[str, Any
         model, losses = trained_in(precision, at_home)
         assert_same("losses", expected_losses, losses)
         assert_same("weights", weights(expected), weights(model))
+
+
+def test_copies_of_what_lives_there_where_the_host_runs_ahead() -> None:
+    """A copy in 16 bits is made after the update of the unit, however late that runs."""
+    expected, expected_losses = trained_in({"compute_dtype": "bfloat16"}, everywhere)
+    EXTENSION.set_delays(kernel_seconds=1e-3)
+    try:
+        model, losses = trained_in({"compute_dtype": "bfloat16"}, everywhere)
+    finally:
+        torch.accelerator.synchronize(DEVICE)
+        EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+    assert_same("losses", expected_losses, losses)
+    assert_same("weights", weights(expected), weights(model))
 
 
 # ---------------------------------------------------------------------- checkpoints and states
@@ -246,6 +259,24 @@ def test_save_load_and_export(dtype: str | None, tmp_path: Path) -> None:
             fresh, _ = zi.prepare(fresh, adamw(fresh), config)
         zi.load_pretrained(fresh, tmp_path / f"exported{number}")
         assert_same("exported", weights(other), weights(fresh))
+
+
+def test_a_save_waits_for_updates_on_a_stream_of_the_users(tmp_path: Path) -> None:
+    model, other = net(), net()
+    config = zi.Config(memory="8MiB", device_memory="4MiB")
+    with living_on_device(everywhere):
+        model, optimizer = zi.prepare(model, adamw(model), config)
+        other, its_optimizer = zi.prepare(other, adamw(other), config)
+    with torch.Stream(DEVICE):
+        train(model, optimizer, range(1))
+        torch.accelerator.synchronize(DEVICE)
+        EXTENSION.set_delays(kernel_seconds=2e-3)
+        train(model, optimizer, range(1, 2))
+        zi.save(tmp_path, model, optimizer)
+        EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+        expected = weights(model)
+    zi.load(tmp_path, other, its_optimizer)
+    assert_same("saved", expected, weights(other))
 
 
 @pytest.mark.parametrize("at_home", [everywhere, every_second])
@@ -342,6 +373,7 @@ def test_only_units_on_the_host_move_at_any_device_memory(device_memory: int) ->
 
 
 def test_clipping_waits_once_if_some_live_on_the_host() -> None:
+    wait_for_end(set())  # an engine that closes waits for the device
     model = net()
     with living_on_device(every_second):
         model, optimizer = zi.prepare(

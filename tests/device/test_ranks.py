@@ -124,7 +124,8 @@ def test_what_another_rank_asks_for_has_its_update() -> None:
     optimizer = rank_program.adamw(model)
     for number in range(rank_program.NUM_STEPS):
         for rank in range(2):
-            loss = model(rank_program.batch(number, rank, DEVICE), (number + rank) % 2).square().mean()
+            data = rank_program.batch(number, rank, DEVICE)
+            loss = model(data, rank_program.ways_of(rank, number)).square().mean()
             (loss / 2).backward()
         optimizer.step()
         optimizer.zero_grad()

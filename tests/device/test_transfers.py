@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.compare import FITS_RAM, HALF, MINIMAL, Setting, adamw, compare, sgd, training
+from support.compare import FITS_RAM, HALF, MINIMAL, Setting, adamw, compare, sgd, training, wait_for_end
 from support.device import DEVICE, EXTENSION, WHY_NOT
 from support.homes import living_on_device
 from support.matrix import thinned
@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_infinity as zi
+from zero_infinity.api import engine_of
 from zero_infinity.tiers.copier import copy_size
+from zero_infinity.tiers.torch_accelerator import StreamMemory
 
 if EXTENSION is None:
     pytest.skip(str(WHY_NOT), allow_module_level=True)
@@ -45,6 +47,61 @@ def test_training_with_random_delays(case: str, setting: Setting, delays: object
     compare(chosen.make, training(chosen.batch, chosen.loss), adamw, setting, tmp_path)
 
 
+def test_training_where_the_host_runs_ahead(tmp_path: Path) -> None:
+    """Kernels are slow and copies are not: whatever is reused too early is overwritten before it is read."""
+    EXTENSION.set_delays(kernel_seconds=2e-3)
+    config = {"device_memory": 4 * 4 * 64 * 65}  # for four layers of eight
+    try:
+        compare(
+            net, training(vectors(64), mean_square, num_steps=3), sgd, FITS_RAM, tmp_path, at_home=nowhere, **config
+        )
+    finally:
+        torch.accelerator.synchronize(DEVICE)
+        EXTENSION.set_delays(probability=0.1, max_seconds=2e-4)
+
+
+class UsesWholeWeights(nn.Module):
+    """Its weights are cut into tiles, and needed whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = (x @ layer.weight.t()).tanh()
+        return x
+
+
+def test_weights_that_are_made_whole_note_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is reused, later, by uploads."""
+    noted: list[int] = []
+    used = StreamMemory.used
+
+    def note(memory: StreamMemory) -> None:
+        noted.append(memory.tensor().numel())
+        used(memory)
+
+    monkeypatch.setattr(StreamMemory, "used", note)
+    x = vectors(64)(0)
+    plain = UsesWholeWeights().to(DEVICE)
+    config = zi.Config(memory="8MiB", device_memory="1MiB", tile_above="4KiB")
+    with living_on_device(nowhere):
+        model, _ = zi.prepare(model := UsesWholeWeights(), sgd(model), config, device=DEVICE)
+    with torch.no_grad():
+        assert torch.equal(model(x).cpu(), plain(x).cpu())
+    assert noted.count(4 * 64 * 64) == 6
+
+
+def nowhere(_: int) -> bool:
+    return False
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+
 def test_a_user_on_a_stream_of_his_own(delays: object, tmp_path: Path) -> None:
     with torch.Stream(DEVICE):
         compare(mlp, training(vectors(), mean_square), adamw, MINIMAL, tmp_path)
@@ -68,9 +125,9 @@ def steady(make: object, config: zi.Config, batch: object, loss: object) -> tupl
     return counts(), model
 
 
-def prepared(make: object) -> nn.Module:
+def prepared(make: object, **config: Any) -> nn.Module:
     model = make()
-    return zi.prepare(model, sgd(model), zi.Config(memory="8MiB"))[0]
+    return zi.prepare(model, sgd(model), zi.Config(memory="8MiB", **config))[0]
 
 
 HALVES: list[dict[str, Any]] = [
@@ -83,9 +140,9 @@ HALVES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("precision", HALVES, ids=str)
 def test_bytes_with_parameters_resident_are_once_up_and_once_down(precision: dict[str, Any]) -> None:
     """With 16 bits 2P bytes each way, also where the host has 32."""
-    copies = sum(copy_size(unit) for unit in zi.api.engine_of(prepared(mlp)).units)
+    copies = sum(copy_size(unit) for unit in engine_of(prepared(mlp, **precision)).units)
     found, model = steady(mlp, zi.Config(memory="8MiB", device_memory=copies, **precision), vectors(), mean_square)
-    units = zi.api.engine_of(model).units
+    units = engine_of(model).units
     assert found["uploaded"] == sum(u.num_elements * u.compute_dtype.itemsize for u in units)  # with their padding
     assert found["downloaded"] == sum(p.num_elements * u.compute_dtype.itemsize for u in units for p in u.parameters)
     assert found["unpinned"] == 0
@@ -124,6 +181,7 @@ def test_no_asynchronous_copy_from_unpinned_memory(tmp_path: Path) -> None:
 
 def test_the_computing_threads_never_wait_for_the_device() -> None:
     """Other threads wait for copies; those that launch kernels do not."""
+    wait_for_end(set())  # an engine that closes waits, too
     waits: list[str] = []
     torch.manual_seed(0)
     model = llama()
@@ -176,7 +234,7 @@ def test_updates_on_the_host_use_all_cores() -> None:
 )
 def test_the_host_cache_is_pinned() -> None:
     model = prepared(mlp)
-    engine = zi.api.engine_of(model)
+    engine = engine_of(model)
     block = engine.units[0].the_block()
     engine.host_cache.bring(block)
     assert engine.store.lease(block).is_pinned()

@@ -24,7 +24,7 @@ from support.compare import (
     run_prepared,
     training,
 )
-from support.device import DEVICE, cpu_only
+from support.device import cpu_only
 from support.models import ConvNet, images, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
@@ -70,7 +70,7 @@ class Factored(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0], device=DEVICE))
+                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0], device=p.device))
                 rows.add_(p.grad.square().reshape(p.shape[0], -1).mean(1))
                 p.sub_(group["lr"] * p.grad / (rows.sqrt().mean() + 1))
 
@@ -196,6 +196,7 @@ def test_a_scheduler_of_either_optimizer(tmp_path: Path) -> None:
     compare(make, script, muon_and_adamw, HALF, tmp_path)
 
 
+@cpu_only("the test device has threads of its own")
 @pytest.mark.parametrize("name", ["muon-adamw", "adafactor", "summed"])
 def test_several_threads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over a whole parameter depend on how many threads share them: as many as in plain PyTorch.

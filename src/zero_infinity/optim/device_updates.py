@@ -97,7 +97,8 @@ class DeviceUpdates:
                 parameter, gradient = segment.parameter, gradients.part(segment)
                 if gradient is None:
                     continue
-                gradient.record_stream(torch.accelerator.current_stream(stored.device))  # backward may have another
+                if not gradient.is_cpu:  # its memory belongs to a stream of backward, perhaps another one
+                    gradient.record_stream(torch.accelerator.current_stream(gradient.device))
                 here.add(parameter)
                 first = parameter.offset + segment.start - unit.stored.start
                 mine = stored[first : first + segment.stop - segment.start]

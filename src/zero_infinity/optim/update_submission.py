@@ -61,9 +61,10 @@ class UpdateSubmission:
         settings = {p: hyperparameters_of(groups[p.group]) for p in parameters if p.group is not None}
         job = UnitUpdate(record, fresh, retained, settings, self._rule, factors, done, keeps_gradients=keeps_gradients)
         store, block = self._host_cache.store, unit.the_block()
-        self._sources.of(unit).updated(unit)
+        # Edits of a whole are written to its tiles by way of their copies, so those become stale after it.
         for whole in {p.whole.unit for p in unit.parameters if p.whole is not None}:
             self._sources.of(whole).updated(whole)
+        self._sources.of(unit).updated(unit)
         for parameter in settings:
             parameter.state.replace()
         self._host_cache.access(block)

@@ -254,8 +254,7 @@ class MemoryPool:
         self.others.note(self._held_bytes)
         while self._free:
             self._drop_oldest()
-        torch.accelerator.synchronize(self.device)
-        torch.accelerator.memory.empty_cache()
+        torch.accelerator.memory.empty_cache()  # waits for the device
         self.others.restart()
 
     def _drop_oldest(self) -> None:
