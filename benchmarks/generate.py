@@ -118,14 +118,15 @@ def _contenders(folder: Path, layers: int, hidden: int) -> tuple[list[Contender]
 
 
 def _llama(layers: int, hidden: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    settings = LlamaConfig(
+    settings = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 16 * 16, num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64), max_position_embeddings=512, eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(settings).eval()
+    kind: Any = transformers.LlamaForCausalLM
+    return kind(settings).eval()
 
 
 def _drop(folder: Path) -> None:

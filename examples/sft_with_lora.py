@@ -31,8 +31,12 @@ class StreamedSFTTrainer(Mixin, SFTTrainer):
 with open(options.lines) as file:
     rows = [line.strip() for line in file if line.strip()]
 
+config = zi.Config(memory=options.memory, nvme=options.nvme)
+with zi.init(config):  # only for a model that does not fit in memory
+    model = AutoModelForCausalLM.from_pretrained(options.model)
+
 trainer = StreamedSFTTrainer(
-    AutoModelForCausalLM.from_pretrained(options.model),
+    model,
     args=SFTConfig(
         options.output,
         max_steps=options.steps,
@@ -44,7 +48,7 @@ trainer = StreamedSFTTrainer(
     train_dataset=datasets.Dataset.from_dict({"text": rows}),
     processing_class=AutoTokenizer.from_pretrained(options.model),
     peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"),
-    zero_infinity=zi.Config(memory=options.memory, nvme=options.nvme),
+    zero_infinity=config,
 )
 trainer.train()
 trainer.save_model()  # adapter_model.safetensors

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 examples/trainer.py ...
 import argparse
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
 import zero_infinity as zi
 from zero_infinity.integrations.transformers import ZeroInfinityTrainer
@@ -27,23 +27,30 @@ with open(options.text) as file:
     tokens = torch.tensor(tokenizer(file.read())["input_ids"])
 rows = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
 
+# First the arguments: under torchrun they connect the ranks, which then build one model together.
+arguments = TrainingArguments(
+    options.output,
+    max_steps=options.steps,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=2,
+    gradient_checkpointing=True,
+    learning_rate=1e-5,
+    logging_steps=1,
+    save_steps=options.steps,
+    report_to="none",
+    use_cpu=not torch.accelerator.is_available(),
+)
+set_seed(arguments.seed)  # every rank draws the same for what is not in the files, such as a new head
+config = zi.Config(memory=options.memory, nvme=options.nvme)
+with zi.init(config):  # only for a model that does not fit in memory
+    model = AutoModelForCausalLM.from_pretrained(options.model)
+
 trainer = ZeroInfinityTrainer(
-    AutoModelForCausalLM.from_pretrained(options.model),
-    TrainingArguments(
-        options.output,
-        max_steps=options.steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
-        learning_rate=1e-5,
-        logging_steps=1,
-        save_steps=options.steps,
-        report_to="none",
-        use_cpu=not torch.accelerator.is_available(),
-    ),
+    model,
+    arguments,
     train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     processing_class=tokenizer,
-    zero_infinity=zi.Config(memory=options.memory, nvme=options.nvme),  # the only line that is not the Trainer's
+    zero_infinity=config,
 )
 trainer.train()
 trainer.save_model()  # AutoModelForCausalLM.from_pretrained("tuned")

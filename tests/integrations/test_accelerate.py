@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
 from support.ranks import run_ranks
 from support.trainers import Tokens, Trained, assert_same, loop_on_a_rank, loop_with_accelerate, tiny_llama
 from torch import nn
@@ -105,6 +106,40 @@ def test_the_plain_accelerator_trains_a_prepared_model(tight: zi.Config) -> None
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+class Kept(GeneralTracker):
+    """A tracker as TensorBoard's and others' are."""
+
+    name = "kept"
+    requires_logging_directory = False
+    tracker: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.lines.append(values)
+
+
+def test_trackers_get_what_was_moved(tight: zi.Config) -> None:
+    kept = Kept()
+    accelerator = Accelerator(cpu=True, log_with=[kept], zero_infinity=tight)
+    accelerator.init_trackers("project")
+    model: Any = tiny_llama()
+    model, optimizer = accelerator.prepare(model, AdamW(model.parameters()))
+    for number in range(2):
+        row = Tokens()[number]["input_ids"][None]
+        accelerator.backward(model(input_ids=row, labels=row).loss)
+        optimizer.step()
+        accelerator.log({"loss": number}, step=number)
+    assert [line["loss"] for line in kept.lines] == [0, 1]
+    assert all(line["zi_memory_bytes"] <= line["zi_memory_budget_bytes"] == 384 << 10 for line in kept.lines)
+    assert 0 < sum(line["zi_read_bytes"] for line in kept.lines) <= zi.stats(model).bytes_read
+
+
 def test_an_optimizer_without_its_model_is_refused() -> None:
     model = tiny_llama()
     with pytest.raises(zi.UsageError, match="without its model"):
@@ -116,8 +151,10 @@ def test_accumulation_set_twice_is_refused() -> None:
         Accelerator(cpu=True, gradient_accumulation_steps=4, zero_infinity=zi.Config(gradient_accumulation_steps=2))
 
 
-def test_two_ranks_train_as_with_ddp(tmp_path: Path) -> None:
-    for plain, ours in run_ranks(2, loop_on_a_rank, 29741, tmp_path):
+def test_two_ranks_train_as_with_ddp_and_resume(tmp_path: Path) -> None:
+    for plain, ours, resumed in run_ranks(2, loop_on_a_rank, 29741, tmp_path):
+        assert len(plain.logs) == len(ours.logs) == 5
+        assert_same(Trained(ours.logs[2:], ours.weights), resumed)
         for theirs, mine in zip(plain.logs, ours.logs, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5)
         for name, value in plain.weights.items():

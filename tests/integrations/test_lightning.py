@@ -42,10 +42,11 @@ def test_a_run_is_the_same(changes: dict[str, Any], tight: zi.Config, tmp_path: 
 
 
 def test_checkpoints_resume_exactly_and_can_be_validated(tight: zi.Config, tmp_path: Path) -> None:
-    whole, trainer, module = fit(tmp_path / "whole", tight, figures=True)
+    whole, trainer, module = fit(tmp_path / "whole", tight, figures=True, gradient_clip_val=1e-2)
     assert trainer.callback_metrics["zi_memory_budget_bytes"] == 256 << 10
+    assert trainer.callback_metrics["grad_norm"] > 1e-2
     first, last = sorted((tmp_path / "whole").glob("*.ckpt"))
-    resumed, _, _ = fit(tmp_path / "resumed", tight, resume=first)
+    resumed, _, _ = fit(tmp_path / "resumed", tight, resume=first, gradient_clip_val=1e-2)
     # Lightning checks the validation before it goes on.
     assert resumed.logs[-len(whole.logs) // 2 :] == whole.logs[-len(whole.logs) // 2 :]
     assert_same(Trained(resumed.logs, whole.weights), resumed)
@@ -72,8 +73,10 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, zi.Config(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
 
 
-def test_two_ranks_train_as_with_ddp(tmp_path: Path) -> None:
-    for plain, ours in run_ranks(2, fit_on_a_rank, 29751, tmp_path):
+def test_two_ranks_train_as_with_ddp_and_resume(tmp_path: Path) -> None:
+    for plain, ours, resumed in run_ranks(2, fit_on_a_rank, 29751, tmp_path):
+        assert len(plain.logs) == len(ours.logs)
+        assert_same(Trained(ours.logs[-len(resumed.logs) :], ours.weights), resumed)
         for theirs, mine in zip(plain.logs, ours.logs, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5)
         for name, value in plain.weights.items():

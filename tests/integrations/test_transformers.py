@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,17 +228,46 @@ def test_generating_in_evaluation_is_the_same(tight: zi.Config, tmp_path: Path) 
         config = T5Config(
             vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
         )
-        settings = arguments(tmp_path, max_steps=2, predict_with_generate=True, generation_max_length=6)
+        changes = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, **CLIPS}  # it goes on after generating
+        settings = arguments(tmp_path, predict_with_generate=True, generation_max_length=6, **changes)
         args = Seq2SeqTrainingArguments(**settings)
-        made = kind(T5ForConditionalGeneration(config), args, train_dataset=Tokens(), **ours)
+        few = torch.utils.data.Subset(Tokens(), range(4))
+        made = kind(T5ForConditionalGeneration(config), args, train_dataset=Tokens(), eval_dataset=few, **ours)
         made.train()
-        return made.predict(torch.utils.data.Subset(Tokens(), range(4))).predictions.tolist()
+        lines = [line.get("loss", line.get("eval_loss")) for line in made.state.log_history]
+        return lines, made.predict(few).predictions.tolist()
 
-    assert translate(Ours, {"zero_infinity": tight}) == translate(Seq2SeqTrainer, {})
+    expected = translate(Seq2SeqTrainer, {})
+    assert len(expected[0]) == 9
+    assert translate(Ours, {"zero_infinity": tight}) == expected
+
+
+@pytest.mark.parametrize("changes", [{}, CLIPS, {"gradient_accumulation_steps": 4} | CLIPS], ids=str)
+def test_the_plain_trainer_trains_a_prepared_model(changes: dict[str, Any], tight: zi.Config, tmp_path: Path) -> None:
+    """Its own clipping, which is on by default, clips; a skip would not show in its log."""
+    plain = train(tmp_path / "plain", None, **changes)
+    model = tiny_llama()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    config = tight.replace(
+        gradient_accumulation_steps=changes.get("gradient_accumulation_steps", 1), update="after_backward"
+    )
+    model, optimizer = zi.prepare(model, optimizer, config)
+    ours = make_trainer(tmp_path / "ours", None, model=model, **changes)
+    ours.optimizer = optimizer
+    ours.train()
+    assert_same(plain, outcome(ours))
+
+
+def test_an_optimizer_that_the_plain_trainer_makes_is_refused(tight: zi.Config, tmp_path: Path) -> None:
+    model = tiny_llama()
+    model, _ = zi.prepare(model, torch.optim.AdamW(model.parameters()), tight)
+    with pytest.raises(zi.UsageError, match=r"(?s)fix:.*zi.prepare has returned"):
+        make_trainer(tmp_path, None, model=model).train()
 
 
 def test_two_ranks_train_as_with_ddp(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, both_on_a_rank, 29731, tmp_path)
+    forced = partial(both_on_a_rank, **CLIPS, gradient_accumulation_steps=2, num_train_epochs=3)
+    by_rank = run_ranks(2, forced, 29731, tmp_path)
     for plain, ours, resumed in by_rank:
         assert len(ours.logs) == len(plain.logs)
         for theirs, mine in zip(plain.logs, ours.logs, strict=True):

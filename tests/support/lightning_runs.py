@@ -86,8 +86,8 @@ def fit(
     return Trained(module.losses, weights), trainer, module
 
 
-def fit_on_a_rank(rank: int, port: int, folder: Path) -> tuple[Trained, Trained]:
-    """With Lightning's own DDP, and ours."""
+def fit_on_a_rank(rank: int, port: int, folder: Path) -> tuple[Trained, Trained, Trained]:
+    """With Lightning's own DDP, ours, and ours from its first checkpoint."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -97,7 +97,10 @@ def fit_on_a_rank(rank: int, port: int, folder: Path) -> tuple[Trained, Trained]
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="test",
     )
-    plain, _, _ = fit(folder / "plain", None, devices=2, epochs=1, gradient_clip_val=1e-2)
+    several: dict[str, Any] = {"devices": 2, "epochs": 2, "gradient_clip_val": 1e-2, "accumulate_grad_batches": 2}
+    plain, _, _ = fit(folder / "plain", None, **several)
     config = zi.Config(memory="1MiB", nvme=folder)
-    ours, _, _ = fit(folder / "ours", config, devices=2, epochs=1, gradient_clip_val=1e-2)
-    return plain, ours
+    ours, _, _ = fit(folder / "ours", config, **several)
+    first = min((folder / "ours").glob("*.ckpt"))
+    resumed, _, _ = fit(folder / "resumed", config, resume=first, **several)
+    return plain, ours, resumed

@@ -10,6 +10,7 @@ from typing import Any
 import accelerate
 import torch
 import transformers
+from accelerate.state import GradientState
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -200,12 +201,17 @@ def loop_with_accelerate(
     return Trained(logs, {name: value.clone() for name, value in weights.items()})
 
 
-def loop_on_a_rank(rank: int, port: int, folder: Path) -> tuple[Trained, Trained]:
-    """A plain loop and ours."""
+def loop_on_a_rank(rank: int, port: int, folder: Path) -> tuple[Trained, Trained, Trained]:
+    """A plain loop, ours, and ours from what it saved in the middle."""
     _as_torchrun(rank, port)
     config = zi.Config(memory="1MiB", nvme=folder)
-    plain, ours = (loop_with_accelerate(c, max_norm=1e-2, accumulate=2) for c in (None, config))
-    return plain, ours
+    clips: dict[str, Any] = {"max_norm": 1e-2, "accumulate": 2, "folder": folder / "state"}
+    runs = []
+    for settings, changes in ((None, {}), (config, {"save_after": 2}), (config, {"load_before": 2})):
+        GradientState._reset_state()
+        runs.append(loop_with_accelerate(settings, **clips, **changes))
+    plain, ours, resumed = runs
+    return plain, ours, resumed
 
 
 def _as_torchrun(rank: int, port: int) -> None:

@@ -28,11 +28,13 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as a Hugging Face folder",
     "generate": "generate text with a model larger than memory",
     "convert-config": "turn a DeepSpeed config into one of zero-infinity",
+    "convert-checkpoint": "write the weights of a DeepSpeed checkpoint as safetensors",
     "plan": "predict memory per tier and step time before training",
     "simulate": "simulate a training step on given hardware",
     "report": "make an HTML page from a trace",
     "bench": "measure this machine: drives, accelerator, hardware profile",
     "paper": "recompute the tables and figures of the ZeRO papers",
+    "completion": "print a script with which a shell completes these commands",
 }
 
 EPILOG = """\

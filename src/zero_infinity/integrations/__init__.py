@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "axolotl", "lightning", "peft", "transformers", "trl"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zero_infinity import api
 from zero_infinity.config import Config
 from zero_infinity.errors import UsageError
+from zero_infinity.integrations.log_figures import LogFigures
 from zero_infinity.integrations.pretrained_folder import write_weights
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 from zero_infinity.params.offloaded_param import managed
@@ -73,6 +74,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.scaler, self.native_amp = None, False
         self._config = config.replace(**changes)
         self._ours: list[tuple[nn.Module, AccumulatingOptimizer]] = []
+        self._figures: list[LogFigures] = []
         self.register_save_state_pre_hook(self._save_ours)
         self.register_load_state_pre_hook(self._load_ours)
 
@@ -103,10 +105,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             _, optimizer = api.prepare(model, optimizer, self._config, device=self.device)
         mine = AccumulatingOptimizer(optimizer)
         self._ours.append((model, mine))
+        self._figures.append(LogFigures(model))
         return mine
 
     def free_memory(self, *objects: Any) -> Any:
         self._ours.clear()
+        self._figures.clear()
         return super().free_memory(*objects)
 
     # ------------------------------------------------------------------ steps
@@ -126,6 +130,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if norm_type == 2 and any(managed(p) is not None for p in listed):
             return api.clip_grad_norm_(listed, max_norm)
         return super().clip_grad_norm_(listed, max_norm, norm_type)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Give values to the trackers, and with them what the first prepared model moved since the last call."""
+        figures = self._figures[0].since_last() if self._figures else {}
+        super().log(values | figures, *args, **kwargs)
 
     # ------------------------------------------------------------------ saving
 

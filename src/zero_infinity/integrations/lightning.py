@@ -209,7 +209,7 @@ class ZeroInfinityStrategy(ParallelStrategy):  # type: ignore[misc]
 
 
 class FiguresCallback(Callback):  # type: ignore[misc]
-    """Logs bytes moved, seconds waited and memory of each training batch with the module's logger."""
+    """Logs bytes moved, seconds waited, memory and the norm of clipped gradients with the module's logger."""
 
     def __init__(self) -> None:
         self._figures: LogFigures | None = None
@@ -217,9 +217,12 @@ class FiguresCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         self._figures = LogFigures(pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:  # noqa: ARG002
-        if self._figures is not None:
-            pl_module.log_dict({name: torch.tensor(value) for name, value in self._figures.since_last().items()})
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._figures is None:
+            return
+        figures = {name: torch.tensor(value) for name, value in self._figures.since_last().items()}
+        norm = getattr(trainer.optimizers[0], "grad_norm", None)
+        pl_module.log_dict(figures | ({} if norm is None else {"grad_norm": norm}))
 
 
 if "zero_infinity" not in StrategyRegistry:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -79,7 +79,8 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
         raise UsageError("this model has no adapters\n  fix:   zi.export(directory, model)")
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
-            if any(isinstance(p, PackedTensor) for p in module.parameters()):
+            own = cast(nn.Module, module).parameters()
+            if any(isinstance(p, PackedTensor) for p in own):
                 raise UsageError(
                     f"{name!r} is quantised, and merging would quantise it again\n"
                     "  fix:   save the adapters, load them on the weights that were quantised, and merge there"
@@ -94,8 +95,9 @@ def _place(model: nn.Module, name: str, layers: dict[str, BaseTunerLayer]) -> tu
             return None
         if name.startswith(f"{kept}.modules_to_save."):
             adapter, _, rest = name.removeprefix(f"{kept}.modules_to_save.").partition(".")
-            active = model.get_submodule(kept).active_adapters
-            return (f"{kept}.{rest}".removeprefix(_OUTER), None, rest) if adapter in active else None
+            wrapper: Any = model.get_submodule(kept)
+            is_active = adapter in wrapper.active_adapters
+            return (f"{kept}.{rest}".removeprefix(_OUTER), None, rest) if is_active else None
     layer_name, adapted, parameter = name.partition(_ADAPTED)
     if adapted and layer_name in layers:
         return f"{layer_name}.{parameter}".removeprefix(_OUTER), layer_name, parameter
@@ -118,7 +120,8 @@ def _merged(layer: BaseTunerLayer, name: str) -> dict[str, torch.Tensor]:
 
 
 def _settings(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
-    base: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    whole: Any = model
+    base = whole.get_base_model() if hasattr(model, "get_base_model") else whole
     files = {}
     config = getattr(base, "config", None)
     if config is not None and callable(getattr(config, "to_json_string", None)):

@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from zero_infinity.integrations.log_figures import LogFigures
 from zero_infinity.integrations.pretrained_folder import adapter_tensors, has_adapters, write_weights
 from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
 
+_TRL = "zero_infinity.integrations.trl"
 STATES = "zero_infinity"  # the folder in a checkpoint of the trainer
 SCHEDULER_NAME = "scheduler.pt"  # as the trainer names it
 
@@ -70,6 +73,10 @@ class Mixin:
             # accelerate leaves it as it is: its own wrapper would move the states to one device.
             vars(self.optimizer)["_is_accelerate_prepared"] = True
             self._figures = LogFigures(self.model)
+            if self.args.world_size > 1:
+                _generate_together(self.model)
+            if hasattr(self, "vllm_generation"):  # of TRL
+                import_module(_TRL).hand_over_weights(self)
         return self.optimizer
 
     def _config(self) -> Config:
@@ -182,6 +189,13 @@ class Mixin:
 
 class ZeroInfinityTrainer(Mixin, transformers.Trainer):
     """The `Trainer` of transformers, within a memory budget."""
+
+
+def _generate_together(model: Any) -> None:
+    """Let every rank run as many forwards as the others while it generates: parameters are gathered from all."""
+    base = model.get_base_model() if has_adapters(model) else model
+    if hasattr(base, "generate"):
+        base.generate = partial(base.generate, synced_gpus=True)
 
 
 def _refuse_two(config: Config, name: str, theirs: Any, *, unset: Any) -> None:
