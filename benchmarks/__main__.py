@@ -26,6 +26,7 @@ BENCHMARKS = {
     "checkpoint": ("checkpoint", "saving and loading against the drive alone"),
     "update": ("update", "the optimizer's step against the drive alone"),
     "plan": ("plan.command", "the planner's predictions against runs on this machine"),
+    "published": ("published", "the planner against published steps of other systems"),
     "activations": ("activations", "what offloading activations costs, by hidden size"),
     "tiling": ("tiling", "the hidden size that tiling allows, and what it costs"),
     "prefetch": ("prefetch", "what prefetching is worth on several ranks (under torchrun)"),

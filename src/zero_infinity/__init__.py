@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what a type checker sees instead of _HOMES
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
     from zero_infinity.optim.combined_optimizer import combine_optimizers as combine_optimizers
     from zero_infinity.params.stream_weights import stream_weights as stream_weights
+    from zero_infinity.plan_model import plan as plan
     from zero_infinity.tiers.emulated_accelerator import EmulatedAccelerator as EmulatedAccelerator
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ _EXPORTS = {
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
     "ZeroInfinityError",
     "optim.combined_optimizer": "combine_optimizers",
+    "plan_model": "plan",
     "params.stream_weights": "stream_weights",
     "tiers.emulated_accelerator": "EmulatedAccelerator",
     "engine_stats": "Stats",

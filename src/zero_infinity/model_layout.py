@@ -87,6 +87,18 @@ def plan_layout(
     return found or _lay_out(model, kinds, environment, recomputed, Tiling.by_default(environment.least_budget))
 
 
+def lay_out_units(
+    model: nn.Module, optimizer: Optimizer, environment: TrainingEnvironment
+) -> tuple[list[Unit], dict[Unit, StateRecord]]:
+    """Return the units of whole layers that a model would have, and their records, for a plan."""
+    kinds = UpdateKinds(optimizer)
+    sorting = _Sorting(model, environment, None, kinds)
+    units = list(dict.fromkeys(p.unit for members in sorting.owners.values() for p in members))
+    managed = {p.parameter: p for unit in units for p in unit.parameters}
+    _assign_groups(optimizer, managed, list(model.parameters()))
+    return units, _make_records(units, kinds, environment)
+
+
 def is_copied(unit: Unit) -> bool:
     """True if modules on the CPU use a copy of it."""
     return unit.compute_dtype != unit.dtype or unit.is_stored_in_parts

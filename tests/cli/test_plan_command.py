@@ -89,7 +89,7 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--memory", "0"], 2, "--memory is 0"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--batch", "64"], 1, "works: --batch"),
         (["--model", "gpt3-1.3b", "--hardware", "laptop", "--memory", "500KiB"], 1, "works: no --memory"),
-        (["--model", "gpt3-1.3b", "--hardware", "rtx4090", "--seq", "100000"], 1, "works: --seq 65536"),
+        (["--model", "gpt3-1.3b", "--hardware", "rtx4090", "--seq", "100000"], 1, "works: --seq 32768"),
         (["--model", "gpt3-13b", "--hardware", "rtx4090", "--seq", "1000000"], 1, "works: --seq 32768"),
         (
             ["--layers", "3", "--hidden", "1000", "--heads", "7", "--hardware", "laptop"],

@@ -10,6 +10,7 @@ import torch
 from support.rank_scripts import train_gpt
 from support.ranks import run_ranks
 
+import zero_infinity as zi
 from zero_infinity.models.byte_gpt import ByteGPT
 from zero_infinity.models.presets import Shape
 from zero_infinity.planner import hardware, module_shapes
@@ -40,5 +41,33 @@ def test_the_bytes_of_a_rank_are_those_that_were_planned(
 
     settings = {"memory": memory, "nvme": tmp_path, "update": "auto" if early else "after_backward"}
     for read, written, really_sent, peak in run_ranks(num_ranks, train_gpt, SHAPE, settings, WARM_UP_STEPS + 1):
+        assert (read, written, really_sent) == (plan.read_bytes, plan.written_bytes, sent)
+        assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.long),
+        pytest.param(1, 2, marks=pytest.mark.long),
+        (2, 2),
+        pytest.param(3, 2, marks=pytest.mark.long),
+    ],
+)
+def test_the_bytes_of_every_stage(stage: int, accumulation: int, tmp_path: Path) -> None:
+    memory = 16 * MIB
+    with torch.device("meta"):
+        tokens = torch.zeros(1, SHAPE.seq, dtype=torch.long)
+        network = ByteGPT(SHAPE)
+    settings = {"memory": memory, "nvme": tmp_path, "stage": stage, "gradient_accumulation_steps": accumulation}
+    plan = zi.plan(
+        network,
+        torch.optim.AdamW(network.parameters()),
+        zi.Config(**settings),
+        hardware=replace(hardware.load("laptop"), devices_per_node=2),
+        inputs={"tokens": tokens, "targets": tokens},
+    ).outcome
+    sent = {traffic.link: traffic.num_bytes for traffic in plan.traffic}[RANKS]
+    for read, written, really_sent, peak in run_ranks(2, train_gpt, SHAPE, settings, WARM_UP_STEPS + 1):
         assert (read, written, really_sent) == (plan.read_bytes, plan.written_bytes, sent)
         assert plan.peak_bytes["RAM"] == pytest.approx(peak, rel=0.03)

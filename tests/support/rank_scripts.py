@@ -216,7 +216,8 @@ def train_gpt(_: int, shape: Shape, settings: dict[str, Any], num_steps: int) ->
     tokens = torch.randint(0, 256, (1, shape.seq))
     before = after = zi.stats(model)
     for _ in range(num_steps):
-        model(tokens, tokens).backward()
+        for _ in range(settings.get("gradient_accumulation_steps", 1)):
+            model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
         zi.synchronize(model)

@@ -36,6 +36,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/generate_text.py": "cli/test_generate.py",
     "cli/plan.py": "cli/test_plan_command.py",
     "cli/plan_arguments.py": "cli/test_plan_command.py",
+    "cli/plan_page.py": "page/test_plan_page.py",
     "cli/ranks.py": "cli/test_train_ranks.py",
     "cli/report_data.py": "cli/test_report.py",
     "cli/train_loop.py": "cli/test_train.py",

@@ -44,6 +44,7 @@ def test_all_is_what_we_promise() -> None:
         "init",
         "load",
         "load_pretrained",
+        "plan",
         "prepare",
         "save",
         "stats",

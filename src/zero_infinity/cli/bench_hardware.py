@@ -32,7 +32,6 @@ from zero_infinity.storage.striped_files import FileDevice
 _MIB = 1 << 20
 _SCRATCH_BYTES = 64 * _MIB
 _NUM_ROUNDS = 5
-_MATMUL_SIZE = 1536  # 7 GFLOP: 70 ms at 100 GFLOP/s
 _COPY_BYTES = 256 * _MIB
 _UPDATE_ELEMENTS = 8 << 20
 _UPDATE_BYTES_PER_ELEMENT = 28  # float32: value, gradient, momentum, variance read; all but the gradient written
@@ -67,6 +66,9 @@ class HardwareFigures:
     memory: int
     drive_space: int
     num_cores: int
+    matmul_flops: tuple[tuple[float, float], ...] = ()  # by the side of a cube
+    attention_flops: float = 0.0
+    saved_rate: float = 0.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +116,11 @@ def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
     drive = measure_drive(directories, num_bytes)
     import torch
 
+    from zero_infinity.cli.bench_compute import measure_compute
+
+    compute = measure_compute()
     return HardwareFigures(
-        flops=_flops(torch),
+        flops=compute.matmul_flops[-1][1],
         update_rate=_update_rate(torch),
         copy_rate=copy_rate(torch),
         drive_read=drive.read,
@@ -126,6 +131,9 @@ def take_figures(directories: list[str], num_bytes: int) -> HardwareFigures:
         memory=host_memory().total,
         drive_space=sum(shutil.disk_usage(directory).free for directory in directories),
         num_cores=len(os.sched_getaffinity(0)),
+        matmul_flops=compute.matmul_flops,
+        attention_flops=compute.attention_flops,
+        saved_rate=compute.saved_rate,
     )
 
 
@@ -175,12 +183,6 @@ def _best_seconds(action: Callable[[], object]) -> float:
         action()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _flops(torch: ModuleType) -> float:
-    matrix = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE)
-    out = torch.empty_like(matrix)
-    return 2 * float(_MATMUL_SIZE**3) / _best_seconds(lambda: torch.mm(matrix, matrix, out=out))
 
 
 def copy_rate(torch: ModuleType) -> float:
@@ -257,7 +259,8 @@ def profile_text(figures: HardwareFigures, name: str, date: str) -> str:
 name = "{_plain(name)}"
 description = "{figures.num_cores} cores, measured {date}; the CPU computes"
 devices_per_node = {{ value = 1, source = "definition" }}
-flops = {figure(figures.flops, f"float32 matmul of {_MATMUL_SIZE} x {_MATMUL_SIZE}; small layers get less")}
+flops = {figure(figures.flops, "the largest float32 matmul that was measured")}
+{_roofline(figures, date)}\
 update_rate = {figure(figures.update_rate, "fused AdamW in float32, bytes read and written")}
 block_cpu_seconds = {figure(figures.block_cpu, "the engine's own work per block, in steps of a small model")}
 
@@ -275,6 +278,18 @@ read = {figure(figures.drive_read, "the engine's own transfers")}
 write = {figure(figures.drive_write, "the engine's own transfers")}
 latency = {figure(figures.drive_latency, "reads of 4 KiB, one at a time")}
 cpu_seconds_per_byte = {figure(figures.drive_cpu, "of this process while it transferred")}
+"""
+
+
+def _roofline(figures: HardwareFigures, date: str) -> str:
+    if not figures.matmul_flops:
+        return ""
+    pairs = ", ".join(f"[{side:g}, {rate:.4g}]" for side, rate in figures.matmul_flops)
+    saved = "bytes that a norm, a gate and a residual save, by their forward's seconds"
+    return f"""\
+matmul_flops = {{ value = [{pairs}], source = "measured {date}: float32 matmul of cubes, by their side" }}
+attention_flops = {{ value = {figures.attention_flops:.4g}, source = "measured {date}: causal attention, float32" }}
+saved_rate = {{ value = {figures.saved_rate:.4g}, source = "measured {date}: {saved}" }}
 """
 
 

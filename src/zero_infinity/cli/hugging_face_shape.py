@@ -19,11 +19,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zero_infinity._torch import FAKE_TENSOR_LOGGER, NEEDS_VALUES, FakeTensorMode
 from zero_infinity.activations.block_finder import repeated_blocks
+from zero_infinity.block_timing import BlockCall, BlockTimes, find_call, time_block
 from zero_infinity.errors import ConfigError
 from zero_infinity.models import hugging_face_config
 from zero_infinity.models.hugging_face_config import HuggingFaceConfig
 from zero_infinity.planner import module_shapes
-from zero_infinity.planner.model_shapes import ModelShape
+from zero_infinity.planner.model_shapes import HALF_BYTES, SINGLE_BYTES, ModelShape
+from zero_infinity.planner.unit_states import frozen
 
 _DEFAULT_SEQ = 1024
 _SHORT_SEQ = 32
@@ -33,15 +35,26 @@ _ASKS_FOR_VALUES = (*NEEDS_VALUES, GuardOnDataDependentSymNode)
 _INPUTS_UNKNOWN = (TypeError, ValueError, AttributeError)
 
 
-def from_config(path: Path, seq: int | None) -> ModelShape:
-    """The model of a config file, or of the one in a directory; `seq` replaces its own sequence length."""
+def from_config(path: Path, seq: int | None, *, half: bool = False) -> ModelShape:
+    """The model of a config file, or of the one in a directory; `seq` replaces its own sequence length.
+
+    `half`: it computes in 16 bits, and what it saves in float32 all the same is counted so.
+    """
+    model = _counted(path, seq, half=half)
+    stored = HALF_BYTES if half else SINGLE_BYTES
+    kept = {name: frozen(stored) for name, states in model.unit_states.items() if states.is_frozen}
+    return model.with_states(kept)
+
+
+def _counted(path: Path, seq: int | None, *, half: bool) -> ModelShape:
     config = hugging_face_config.read_any_config(path)
     length = _length(config, seq)
     with _quiet(), FakeTensorMode():
         try:
             model = config.build(without_memory=True)
-            blocks = repeated_blocks(model)
-            return _run(config, model, blocks, length)
+            if half and (described := _run_in_half(config, length)) is not None:
+                return described
+            return _run(config, model, repeated_blocks(model), length)
         except ConfigError:
             raise
         except (*_ASKS_FOR_VALUES, *_INPUTS_UNKNOWN) as error:
@@ -59,6 +72,22 @@ def from_config(path: Path, seq: int | None) -> ModelShape:
     return module_shapes.outline(model, seq=length, name=name, blocks=repeated_blocks(model), part_of_experts=part)
 
 
+def _run_in_half(config: HuggingFaceConfig, length: int) -> ModelShape | None:
+    """Run with 16-bit parameters; None for a model that does not work with them."""
+    model = config.build(without_memory=True)
+    halves: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_floating_point() and id(parameter) not in halves:
+                values = torch.empty(parameter.shape, dtype=torch.bfloat16)
+                halves[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(module, name, halves.get(id(parameter), parameter))
+    try:
+        return _run(config, model, repeated_blocks(model), length)
+    except Exception:  # noqa: BLE001 - it is run once more as it is, which tells what is wrong
+        return None
+
+
 def check(config: HuggingFaceConfig) -> None:
     """Raise if a model cannot be built from this config, or cannot run, before any memory is allocated for it."""
     with _quiet(), FakeTensorMode():
@@ -69,6 +98,28 @@ def check(config: HuggingFaceConfig) -> None:
             pass  # may work with real values
         except Exception as error:  # noqa: BLE001 - the model's own code, with numbers that nobody tried
             raise _does_not_work(config, error) from None
+
+
+def time_a_block(path: Path, seq: int | None, num_sequences: int) -> BlockTimes:
+    """Time one block of the model of a config on this machine, with so many sequences at once."""
+    config = hugging_face_config.read_any_config(path)
+    length = _length(config, seq)
+    with _quiet(), FakeTensorMode():
+        model = config.build(without_memory=True)
+        blocks = repeated_blocks(model)
+        if not blocks:
+            raise ConfigError(f"{path}: the model has no repeated blocks to time\n  fix:   leave out --calibrate")
+        call = _find_call(config, model, blocks[0], length)
+    return time_block(call, num_copies=num_sequences)
+
+
+def _find_call(config: HuggingFaceConfig, model: nn.Module, block: nn.Module, length: int) -> BlockCall:
+    for inputs in hugging_face_config.inputs_of(config, model, length):
+        try:
+            return find_call(model, block, inputs)
+        except (*_ASKS_FOR_VALUES, *_INPUTS_UNKNOWN):
+            continue
+    raise ConfigError(f"{config.path}: the model cannot run without values, so no block of it is timed")
 
 
 def _length(config: HuggingFaceConfig, seq: int | None) -> int:

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_infinity.byte_sizes import format_bytes, format_count, format_rate, format_seconds
-from zero_infinity.cli import plan_arguments
-from zero_infinity.errors import CapacityError
+from zero_infinity.cli import plan_answers, plan_arguments, plan_methods, plan_page, plan_sweep
+from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.planner import hardware as profiles
 from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan import BandwidthNeed, Plan, alternatives, make_plan, works
@@ -37,31 +37,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Predict the bytes on every tier, the bandwidth needed and available, and the step time."
     parser.epilog = _EPILOG
     plan_arguments.add_options(parser)
+    plan_answers.add_options(parser)
+    plan_sweep.add_options(parser)
+    plan_page.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    plan_methods.take_deepspeed(args)
+    if args.page is not None:
+        return plan_page.write(args)
+    if args.sweep:
+        return plan_sweep.show(args)
+    for option in ("csv", "picture"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--{option} is of a sweep\n  fix:   --sweep batch=1,2,4 beside it")
+    if args.hardware is None:
+        raise ConfigError("on which machine?\n  fix:   --hardware rtx4090, or the path of a profile")
     hardware = plan_arguments.hardware_of(args)
     job = plan_arguments.job_of(args, hardware)
-    model = plan_arguments.model_of(args)
+    model = plan_arguments.model_of(args, hardware)
     plan_arguments.check_drive(args)
+    model = plan_arguments.calibrated_model(args, model, hardware, job)
     try:
         plan = make_plan(model, hardware, job)
     except CapacityError as error:
-        with_seq = partial(plan_arguments.model_of, args) if args.seq is not None else None
+        with_seq = partial(plan_arguments.model_of, args, hardware) if args.seq is not None else None
         found = alternatives(model, hardware, job, with_seq=with_seq)
         if args.nvme == "none" and works(model, profiles.load(args.hardware), job):
             found.append("--nvme DIR: the drives of this hardware")
         tried = "".join(f"\n  works: {change}" for change in found) or "\n  works: nothing that was tried"
         raise CapacityError(f"{error}{tried}") from None
+    answers = plan_answers.answers(args, plan, model, hardware, job)
     settings = plan.settings
     if args.nvme not in (None, "none") and "nvme" in settings:
         settings["nvme"] = args.nvme
     if args.json:
-        print(json.dumps(as_json(plan, model.num_parameters, settings), indent=2))
+        content = as_json(plan, model.num_weights or model.num_parameters, settings)
+        print(json.dumps({**content, **plan_answers.as_json(answers)}, indent=2))
     else:
-        _print(Console(), plan, model.name, model.num_parameters, settings)
+        console = Console()
+        _print(console, plan, model.name, model.num_weights or model.num_parameters, settings)
+        plan_answers.show(console, plan, answers)
     return 0
 
 
@@ -126,9 +144,11 @@ def _bandwidth_table(needs: tuple[BandwidthNeed, ...]) -> Table:
 
 def _step_rows(plan: Plan) -> list[tuple[str, str]]:
     outcome = plan.outcome
-    life = plan.drive_life_seconds
+    life, between = plan.drive_life_seconds, plan.time_range
     rows = [
         ("time", format_seconds(outcome.seconds)),
+        ("between", f"{format_seconds(between.low)} and {format_seconds(between.high)}"),
+        ("rests on", between.basis.value),
         ("computing", f"{format_seconds(outcome.compute_seconds)}, {outcome.compute_seconds / outcome.seconds:.0%}"),
         ("exposed wait", f"{format_seconds(outcome.wait_seconds)}, {outcome.wait_seconds / outcome.seconds:.0%}"),
         ("tokens/s", f"{outcome.tokens_per_second:,.1f}"),
@@ -142,7 +162,7 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
     if outcome.engine_seconds:
         share = outcome.engine_seconds / outcome.seconds
         rows.insert(
-            2, ("moving bytes", f"{format_seconds(outcome.engine_seconds)} of the cores that compute, {share:.0%}")
+            4, ("moving bytes", f"{format_seconds(outcome.engine_seconds)} of the cores that compute, {share:.0%}")
         )
     return rows
 
@@ -172,6 +192,8 @@ def as_json(plan: Plan, num_parameters: int, settings: dict[str, str | int]) -> 
             for need in plan.needs
         ],
         "step": outcome_json(outcome),
+        "seconds_range": [plan.time_range.low, plan.time_range.high],
+        "rests_on": plan.time_range.basis.value,
         "written_per_node": plan.written_per_node,
         "drive_life_seconds": plan.drive_life_seconds,
         "largest_model": plan.largest_model,

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from zero_infinity.byte_sizes import parse_bytes
+from zero_infinity.cli import plan_methods
 from zero_infinity.cli.number_options import above_zero, integer
 from zero_infinity.errors import ConfigError
+from zero_infinity.planner import decoders
 from zero_infinity.planner import hardware as profiles
 from zero_infinity.planner import model_shapes as models
+from zero_infinity.planner.calibration import calibrated
 from zero_infinity.planner.hardware import Hardware, TierKind
 from zero_infinity.planner.model_shapes import ModelShape
-from zero_infinity.planner.training_job import MIXED, SINGLE, HomeRule, TrainingJob
+from zero_infinity.planner.training_job import HomeRule, TrainingJob, Workload
 
-_STATES = {"float32": SINGLE, "mixed": MIXED}
+_DTYPES = ("float32", "mixed")
 _MAX_COUNT = 10**7  # of anything; more is a typing error
 _MAX_LAYERS = 10**4
 
@@ -27,7 +31,7 @@ _count = partial(integer, most=_MAX_COUNT)
 def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--model", metavar="NAME", help=f"{', '.join(models.known_names())}; or the path of a Hugging Face config.json"
+        "--model", metavar="NAME", help=f"{', '.join(decoders.all_names())}; or the path of a Hugging Face config.json"
     )
     model.add_argument(
         "--layers", type=partial(integer, most=_MAX_LAYERS), metavar="N", help="number of blocks, instead of --model"
@@ -39,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--seq", type=_count, metavar="N", help="tokens per sequence (default: the model's own)")
     machine = parser.add_argument_group("hardware")
-    machine.add_argument("--hardware", required=True, metavar="PROFILE", help=f"{', '.join(profiles.names())}; or a "
+    machine.add_argument("--hardware", metavar="PROFILE", help=f"{', '.join(profiles.names())}; or a "
                          ".toml file, such as zero-infinity bench hardware writes")  # fmt: skip
     machine.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of nodes (default 1)")
     machine.add_argument("--gpus", type=_count, metavar="N", help="devices per node that take part (default: all)")
@@ -50,20 +54,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--nvme", metavar="DIR", help='directory for nvme= in the printed Config; "none": plan without storage'
     )
+    machine.add_argument("--calibrate", action="store_true", help="time one block of the model on this machine, which "
+                         "is the one that is planned (with --model config.json)")  # fmt: skip
     training = parser.add_argument_group("training")
     training.add_argument(
         "--batch",
         type=partial(above_zero, most=_MAX_COUNT),
-        default=1.0,
         metavar="N",
-        help="sequences per device (default 1)",
+        help="sequences per device and backward pass (default 1)",
     )
-    training.add_argument("--dtype", choices=_STATES, help="float32 (12 bytes per parameter) or mixed: 16-bit with "
-                          "float32 master copies (14) (default: mixed; float32 on a CPU)")  # fmt: skip
+    training.add_argument("--dtype", choices=_DTYPES, help="float32 (12 bytes per parameter with AdamW) or mixed: "
+                          "16-bit with float32 master copies (14) (default: mixed; float32 on a CPU)")  # fmt: skip
     training.add_argument("--interval", type=int, default=1, metavar="N", help="blocks per activation checkpoint; "
                           "0: no recomputation (default 1)")  # fmt: skip
     training.add_argument("--offload-activations", action="store_true", help="put activation checkpoints on the "
                           "slowest tier in use (default: where they fit)")  # fmt: skip
+    plan_methods.add_options(parser)
     training.add_argument("--after-backward", action="store_true", help="update after backward instead of during it")
     training.add_argument("--no-overlap", action="store_true", help="overlap nothing: the worst case")
     training.add_argument("--placement", choices=list(HomeRule), default=HomeRule.ENGINE.value, help="engine: "
@@ -87,7 +93,6 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
 
 
 def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
-    default = SINGLE if hardware.device is None else MIXED
     if args.interval > 1 and args.placement == HomeRule.ENGINE:
         raise ConfigError(
             f"--interval {args.interval} needs --placement paper: the engine checkpoints every block, not every "
@@ -100,10 +105,13 @@ def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
             "  fix:   --interval 1, or leave out --offload-activations"
         )
     return TrainingJob(
-        batch=args.batch,
+        batch=args.batch if args.batch is not None else 1.0,
+        accumulation=args.accumulation or 1,
+        clips=args.clip,
+        stage=3 if args.stage is None else args.stage,
         num_nodes=args.nodes,
         devices_per_node=args.gpus,
-        states=_STATES[args.dtype] if args.dtype else default,
+        states=plan_methods.states_of(args, half=is_half(args, hardware)),
         memory=_size("--memory", args.memory),
         device_memory=_size("--device-memory", args.device_memory),
         offload_checkpoints=True if args.offload_activations else None,
@@ -116,9 +124,38 @@ def job_of(args: argparse.Namespace, hardware: Hardware) -> TrainingJob:
     )
 
 
-def model_of(args: argparse.Namespace, seq: int | None = None) -> ModelShape:
-    """The model that is planned; `seq` in place of the sequence length given."""
-    seq = seq or args.seq
+def is_half(args: argparse.Namespace, hardware: Hardware) -> bool:
+    """True if values are stored in 16 bits."""
+    return args.dtype == "mixed" if args.dtype is not None else hardware.device is not None
+
+
+def model_of(args: argparse.Namespace, hardware: Hardware, seq: int | None = None) -> ModelShape:
+    """The model as it is trained; `seq` in place of the sequence length given."""
+    half = is_half(args, hardware)
+    return plan_methods.with_method(args, _model_of(args, seq or args.seq, half=half), half=half)
+
+
+def calibrated_model(args: argparse.Namespace, model: ModelShape, hardware: Hardware, job: TrainingJob) -> ModelShape:
+    """With --calibrate the times of the model's operators are those of this machine."""
+    if not args.calibrate:
+        return model
+    if args.model is None or not (args.model.endswith(".json") or Path(args.model).is_dir()):
+        raise ConfigError(
+            "--calibrate runs one block of a real model, and only a config.json says how to build one\n"
+            "  fix:   --model config.json, or leave out --calibrate"
+        )
+    if hardware.device is not None:
+        raise ConfigError(
+            f"--calibrate times this machine's CPU, but a device of {hardware.name} computes\n"
+            "  fix:   a profile of this machine (zero-infinity bench hardware DIR -o mine.toml), or leave it out"
+        )
+    from zero_infinity.cli.hugging_face_shape import time_a_block
+
+    times = time_a_block(Path(args.model), args.seq, max(1, math.ceil(job.batch)))
+    return calibrated(Workload(model, hardware, job), times.forward, times.backward)
+
+
+def _model_of(args: argparse.Namespace, seq: int | None, *, half: bool) -> ModelShape:
     numbers = [name for name in ("layers", "hidden", "heads") if getattr(args, name)]
     if args.model is not None:
         if numbers or args.vocabulary:
@@ -128,10 +165,10 @@ def model_of(args: argparse.Namespace, seq: int | None = None) -> ModelShape:
         if args.model.endswith(".json") or Path(args.model).is_dir():
             from zero_infinity.cli.hugging_face_shape import from_config
 
-            return from_config(Path(args.model), seq)
+            return from_config(Path(args.model), seq, half=half)
         if "/" in args.model:
             raise ConfigError(_no_such_folder(args.model))
-        return models.known(args.model, seq)
+        return decoders.named(args.model, seq)
     if len(numbers) < 3:
         raise ConfigError(
             "which model?\n  fix:   --model gpt3-13b, --model config.json, or --layers, --hidden and --heads"
@@ -172,7 +209,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 def _no_such_folder(name: str) -> str:
     """A path that is not there, or a repository's name on the hub."""
     own_name = name.rpartition("/")[2]
-    known = f"--model {own_name.lower()}; or " if own_name.lower() in models.known_names() else ""
+    known = f"--model {own_name.lower()}; or " if own_name.lower() in decoders.all_names() else ""
     return (
         f"--model {name}: there is no such folder, and nothing is downloaded\n"
         f"  fix:   {known}hf download {name} config.json --local-dir {own_name}, then --model {own_name}"

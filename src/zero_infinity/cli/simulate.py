@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_infinity.byte_sizes import format_bytes, format_count, format_seconds
-from zero_infinity.cli import plan_arguments
+from zero_infinity.cli import plan_arguments, plan_methods
 from zero_infinity.cli.plan import outcome_json, table_of
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner.outcome import SimulatedStep
@@ -39,9 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    plan_methods.take_deepspeed(args)
     hardware = plan_arguments.hardware_of(args)
     job = plan_arguments.job_of(args, hardware)
-    model = plan_arguments.model_of(args)
+    model = plan_arguments.model_of(args, hardware)
     plan_arguments.check_drive(args)
     if args.trace is not None and not args.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {args.trace}: the directory does not exist")

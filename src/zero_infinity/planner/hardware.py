@@ -65,6 +65,15 @@ class Hardware:
     # each block that the engine uses, moves or updates.
     link_cpu_seconds_per_byte: float = 0.0
     block_cpu_seconds: float = 0.0
+    # Operations a second in float32 of a node's cores, which update by matrix products (Muon); None: nobody knows.
+    host_flops: float | None = None
+    # What decides how long an operator computes, where it was measured (`roofline.py`): matrix products of cubes, by
+    # their side; attention; and bytes a second that memory-bound operators save for backward while they run forward.
+    matmul_flops: tuple[tuple[float, float], ...] = ()
+    attention_flops: float | None = None
+    saved_rate: float | None = None
+    price_per_hour: float | None = None  # of a node, in the currency that its source says
+    watts: float | None = None  # that a node draws while it trains
 
     @property
     def device(self) -> HardwareTier | None:
@@ -160,6 +169,12 @@ def parse(text: str, where: str) -> Hardware:
         sources={name: source for part in (table, *tier_tables) for name, source in part.sources.items()},
         link_cpu_seconds_per_byte=table.seconds("link_cpu_seconds_per_byte"),
         block_cpu_seconds=table.seconds("block_cpu_seconds"),
+        host_flops=table.rate_or_none("host_flops"),
+        matmul_flops=table.rates_by_size("matmul_flops"),
+        attention_flops=table.rate_or_none("attention_flops"),
+        saved_rate=table.rate_or_none("saved_rate"),
+        price_per_hour=table.rate_or_none("price_per_hour"),
+        watts=table.rate_or_none("watts"),
     )
     table.refuse_unknown()
     _check_tiers(hardware, where)
@@ -249,6 +264,18 @@ class _Table:
     def rate(self, name: str, default: float | None = None) -> float:
         """A number of things a second."""
         return self._number(name, default, "a number above zero, of bytes or operations a second", zero=False)
+
+    def rate_or_none(self, name: str) -> float | None:
+        return self.rate(name) if name in self.values else None
+
+    def rates_by_size(self, name: str) -> tuple[tuple[float, float], ...]:
+        """A list of pairs, a size and a rate each, by size."""
+        pairs = self._figure(name) if name in self.values else []
+        is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+        numbers = [value for pair in pairs for value in pair] if is_list else [None]
+        if any(isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < math.inf for n in numbers):
+            raise self.error(f"{name} is to be a list of pairs, a size and a rate above zero each")
+        return tuple(sorted((float(size), float(rate)) for size, rate in pairs))
 
     def seconds(self, name: str) -> float:
         """What something takes: nothing, where the profile does not say."""

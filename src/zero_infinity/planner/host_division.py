@@ -13,6 +13,7 @@ from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.state_tiers import HomeTiers
 from zero_infinity.planner.training_job import Workload
+from zero_infinity.planner.unit_states import UnitStates, WholeParameter
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.memory_budget import MemoryDivision, SharedBuffers, place, shared_buffers
 from zero_infinity.policy.unit_sizes import UnitElements, UnitSize, copy_bytes, unit_size
@@ -32,21 +33,56 @@ class HostPlan:
         return self.division.resident + self.division.set_aside + self.buffers.total
 
 
-def shard_elements(model: ModelShape, workload: Workload) -> dict[str, int]:
-    """Elements of each unit on one rank."""
-    return {name: workload.shard_elements(size) for name, size in model.units.items()}
+def stored_elements(model: ModelShape, workload: Workload) -> dict[str, int]:
+    """Elements of each unit that one rank stores."""
+    return {name: workload.stored_elements(size) for name, size in model.units.items()}
+
+
+def states_on_rank(model: ModelShape, workload: Workload) -> dict[str, UnitStates]:
+    """What one rank updates of each unit. Parameters that are updated whole count as their share of all ranks."""
+    known = model.unit_states
+    return {
+        name: _on_rank(workload.states_of(known.get(name), workload.padded(size)), workload)
+        for name, size in model.units.items()
+    }
+
+
+def _on_rank(states: UnitStates, workload: Workload) -> UnitStates:
+    if not workload.sharding.shards_optimizer:
+        return states
+    share = workload.num_ranks
+    wholes = [WholeParameter(w.num_elements // share, w.record // share) for w in states.wholes]
+    return replace(
+        states, trained=workload.shard_elements(states.trained), wholes=tuple(wholes), flops=states.flops / share
+    )
 
 
 def unit_sizes(model: ModelShape, workload: Workload) -> dict[str, UnitSize]:
     """Bytes of each unit on one rank."""
-    return {name: _unit_size(name, shard, workload) for name, shard in shard_elements(model, workload).items()}
+    states = states_on_rank(model, workload)
+    return {name: _unit_size(name, size, states[name], workload) for name, size in model.units.items()}
 
 
-def _unit_size(name: str, shard: int, workload: Workload) -> UnitSize:
-    states, gathered = workload.job.states, workload.gathers_on_host
-    whole = shard * workload.num_ranks if gathered else shard
-    copied = copy_bytes(whole, stored=states.parameter, computed=states.parameter, staged=False) if gathered else 0
-    return unit_size(name, UnitElements(shard, whole, shard), states, is_reduced=gathered, copied=copied)
+def _unit_size(name: str, num_elements: int, states: UnitStates, workload: Workload) -> UnitSize:
+    widths, sharding = states.widths, workload.sharding
+    on_host = workload.hardware.device is None and sharding.is_distributed
+    updated = states.gradient_elements
+    trained = updated * workload.num_ranks if on_host and sharding.shards_optimizer else updated
+    whole = workload.padded(num_elements)
+    copied = (
+        copy_bytes(whole, stored=widths.parameter, computed=widths.parameter, staged=False)
+        if workload.gathers_on_host
+        else 0
+    )
+    size = unit_size(
+        name,
+        UnitElements(workload.stored_elements(num_elements), trained, updated),
+        widths,
+        is_reduced=on_host,
+        whole_gradients=sharding.keeps_whole_gradients,
+        copied=copied,
+    )
+    return replace(size, record=states.record_bytes, num_wholes=len(states.wholes), largest_whole=states.largest_whole)
 
 
 def divide_host(model: ModelShape, scale: float, workload: Workload, homes: HomeTiers, memory: int) -> HostPlan:

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zero_infinity.errors import ConfigError
+from zero_infinity.planner.unit_states import UnitStates
 from zero_infinity.policy.tile_sizes import rows_per_tile
 
 OUTSIDE = -1  # the block of an operator that no checkpoint covers: embeddings, the head
 HALF_BYTES = 2
+SINGLE_BYTES = 4
+LOSS_BYTES = SINGLE_BYTES  # for each logit beside itself: its logarithmic softmax, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,15 @@ class OperatorShape:
     name: str
     num_parameters: int
     flops_per_token: float  # forward, a multiplication and an addition count 2
-    saved_elements_per_token: float  # kept for backward, when nothing is computed again
+    saved_elements_per_token: float  # kept for backward in the dtype of activations, when nothing is computed again
     block: int = OUTSIDE  # operators of the same block are computed again together
     unit: str = ""  # whose parameters these are; operators that share parameters name the same
     weight_in_backward: bool = True  # an embedding's gradient does not need its value
     num_rows: int = 0  # of a weight that can be used in tiles of rows; 0: it is used whole
     seconds: tuple[float, float] | None = None  # forward and backward of a whole batch, where they were measured
+    states: UnitStates | None = None  # of the unit, where they differ from what the job says
+    saved_bytes_per_token: float = 0.0  # the same in a dtype of its own: logits in float32, indices
+    num_backward: float = 2.0  # backward's operations, of those of forward: a frozen weight needs no gradient
 
     def __post_init__(self) -> None:
         if not self.unit:
@@ -49,7 +55,9 @@ class OperatorShape:
                     num_parameters=size,
                     flops_per_token=self.flops_per_token * part,
                     saved_elements_per_token=self.saved_elements_per_token * part,
+                    saved_bytes_per_token=self.saved_bytes_per_token * part,
                     num_rows=0,
+                    states=None if self.states is None else self.states.part(size, self.num_parameters),
                     seconds=None if self.seconds is None else (self.seconds[0] * part, self.seconds[1] * part),
                 )
             )
@@ -64,6 +72,8 @@ class ModelShape:
     operators: tuple[OperatorShape, ...]
     hidden: int
     seq: int
+    logits_bytes: float = 0.0  # a token, of the gradient with which backward begins
+    num_weights: int | None = None  # that people count, where fewer or more are stored: packed ones, adapters
 
     @property
     def units(self) -> dict[str, int]:
@@ -73,6 +83,15 @@ class ModelShape:
             if operator.num_parameters:
                 sizes.setdefault(operator.unit, operator.num_parameters)
         return sizes
+
+    @property
+    def unit_states(self) -> dict[str, UnitStates]:
+        """The states of units that say it themselves."""
+        found: dict[str, UnitStates] = {}
+        for operator in self.operators:
+            if operator.states is not None:
+                found.setdefault(operator.unit, operator.states)
+        return found
 
     @property
     def num_parameters(self) -> int:
@@ -88,6 +107,25 @@ class ModelShape:
             self, operators=tuple(replace(o, seconds=seconds.get(o.name, (0.0, 0.0))) for o in self.operators)
         )
 
+    def with_states(self, states: Mapping[str, UnitStates]) -> ModelShape:
+        """The same, where these units have these states."""
+        return replace(self, operators=tuple(replace(o, states=states.get(o.unit, o.states)) for o in self.operators))
+
+    def with_chunked_loss(self) -> ModelShape:
+        """The same with a loss that makes the logits of a few tokens at a time, and keeps none."""
+        spared = self.logits_bytes / SINGLE_BYTES
+        operators = [
+            replace(
+                operator,
+                saved_elements_per_token=max(0.0, operator.saved_elements_per_token - spared),
+                saved_bytes_per_token=0.0,
+            )
+            if operator.block == OUTSIDE and operator.saved_bytes_per_token >= self.logits_bytes > 0
+            else operator
+            for operator in self.operators
+        ]
+        return replace(self, operators=tuple(operators), logits_bytes=0.0)
+
     def forward_flops(self, num_tokens: float) -> float:
         return num_tokens * sum(operator.flops_per_token for operator in self.operators)
 
@@ -96,15 +134,19 @@ class ModelShape:
         num_checkpoints = -(-self.num_blocks // interval)
         return int(batch * self.seq * self.hidden * num_checkpoints)
 
-    def working_elements(self, batch: float, interval: int, *, checkpointed: bool) -> int:
-        """Saved values that exist at once: of the largest interval and of what is outside blocks, or of all."""
+    def working_bytes(self, batch: float, interval: int, *, checkpointed: bool, element_bytes: int) -> int:
+        """Saved values that exist at once: of the largest interval and of what is outside blocks, or of all.
+
+        Where backward begins there is a gradient beside them, as large as the largest of those in their own dtype: that
+        of the logits.
+        """
         per_block: dict[int, float] = {}
         for operator in self.operators:
-            elements = per_block.get(operator.block, 0.0) + operator.saved_elements_per_token
-            per_block[operator.block] = elements
+            saved = element_bytes * operator.saved_elements_per_token + operator.saved_bytes_per_token
+            per_block[operator.block] = per_block.get(operator.block, 0.0) + saved
         outside = per_block.pop(OUTSIDE, 0.0)
         inside = interval * max(per_block.values()) if checkpointed and per_block else sum(per_block.values())
-        return int(batch * self.seq * (inside + outside))
+        return int(batch * self.seq * (inside + outside + self.logits_bytes))
 
     def tiled(self, max_parameters: int) -> ModelShape:
         """The same with every larger operator cut into tiles that are fetched and released one at a time."""
@@ -174,9 +216,19 @@ def transformer(
         unit = "embedding" if tied else "head"
         logits = 2.0 * vocabulary * hidden
         operators.append(
-            OperatorShape("head", vocabulary * hidden, logits, hidden + 2 * vocabulary, unit=unit, num_rows=vocabulary)
+            OperatorShape(
+                "head",
+                vocabulary * hidden,
+                logits,
+                hidden + vocabulary,
+                unit=unit,
+                num_rows=vocabulary,
+                saved_bytes_per_token=LOSS_BYTES * vocabulary,
+            )
         )
-    return ModelShape(name or f"{layers} x {hidden}", tuple(operators), hidden, seq)
+    return ModelShape(
+        name or f"{layers} x {hidden}", tuple(operators), hidden, seq, logits_bytes=SINGLE_BYTES * vocabulary
+    )
 
 
 def _block(block: int, hidden: int, seq: int, heads: int) -> list[OperatorShape]:

@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_infinity._torch import flops_by_operator, storage_id
 from zero_infinity.errors import ConfigError
 from zero_infinity.planner.model_shapes import OUTSIDE, ModelShape, OperatorShape
+from zero_infinity.planner.unit_states import frozen
 
 _ROOT = "Global"  # how the counter calls everything
 _HALF_BYTES = 2
@@ -52,11 +54,11 @@ def describe(
 ) -> ModelShape:
     """Run `model(**inputs)`, both without memory, and record what each module does, in order.
 
-    `dtype_bytes`: what one saved element takes in this run; saved bytes are counted in units of it.
+    `dtype_bytes`: what an element of activations takes in this run. What is saved in another dtype counts in bytes.
     `blocks`: modules that can be computed again in backward, in their order.
     """
     owners = _Owners(model)
-    watch = _Watch(model, blocks)
+    watch = _Watch(model, blocks, owners.unit_of, dtype_bytes)
     counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
     with ExitStack() as stack:
         stack.callback(watch.remove)
@@ -68,11 +70,14 @@ def describe(
     numbers = _block_numbers(model, blocks)
     operators: list[OperatorShape] = []
     for module in _with_idle(watch.order, owners.units):
-        saved = watch.saved_bytes[module] / tokens / dtype_bytes
-        operators += owners.operators(module, flops.get(module, 0.0) / tokens, saved, numbers.get(module, OUTSIDE))
+        saved = watch.saved_elements[module] / tokens
+        own_dtype = watch.saved_bytes[module] / tokens
+        block = numbers.get(module, OUTSIDE)
+        first, *others = owners.operators(module, flops.get(module, 0.0) / tokens, saved, block, watch.needed)
+        operators += [replace(first, saved_bytes_per_token=own_dtype), *others]
     if not owners.units:
         raise ConfigError(f"{name}: the model has no parameters")
-    return ModelShape(name, tuple(operators), watch.hidden(tokens), seq)
+    return ModelShape(name, tuple(operators), watch.hidden(tokens), seq, watch.largest_bytes / tokens)
 
 
 def outline(
@@ -95,7 +100,7 @@ def outline(
         weights = [] if isinstance(module, nn.Embedding) else [p for p in own if p.dim() > 1]
         flops = sum(2.0 * p.numel() * (part_of_experts if p.dim() == 3 else 1.0) for p in weights)
         saved = float(sum(sum(weight.shape[-2:]) for weight in weights))
-        operators += owners.operators(module_name, flops, saved, numbers.get(module_name, OUTSIDE))
+        operators += owners.operators(module_name, flops, saved, numbers.get(module_name, OUTSIDE), None)
     widths = Counter(p.shape[-1] for p in model.parameters() if p.dim() == 1)
     return ModelShape(name, tuple(operators), widths.most_common(1)[0][0] if widths else 1, seq)
 
@@ -107,25 +112,45 @@ class _Owners:
         self._model = model
         self._owner: dict[int, str] = {}
         self.units: dict[str, int] = {}  # parameters by unit
+        self._trained: Counter[str] = Counter()  # elements of those that get gradients, by unit
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 if id(parameter) not in self._owner:
                     self._owner[id(parameter)] = name
                     self.units[name] = self.units.get(name, 0) + parameter.numel()
+                    self._trained[name] += parameter.numel() if parameter.requires_grad else 0
 
-    def operators(self, name: str, flops: float, saved: float, block: int) -> list[OperatorShape]:
-        """What a module does, with the unit of its largest parameter; then its other units: a tied head's own bias."""
+    def unit_of(self, parameter: nn.Parameter) -> str:
+        return self._owner[id(parameter)]
+
+    def operators(
+        self, name: str, flops: float, saved: float, block: int, needed: Callable[[str, str], bool] | None
+    ) -> list[OperatorShape]:
+        """What a module does, with the unit of its largest parameter; then its other units: a tied head's own bias.
+
+        `needed(module, unit)`: what backward of this module needs. None: nobody has seen it run.
+        """
         module = self._model.get_submodule(name)
         own = sorted(module.parameters(recurse=False), key=lambda parameter: -parameter.numel())
         units = list(dict.fromkeys(self._owner[id(parameter)] for parameter in own))
-        in_backward = not isinstance(module, nn.Embedding)
         if not units:
             return [OperatorShape(name, 0, flops, saved, block)]
+        in_backward = [not isinstance(module, nn.Embedding) if needed is None else needed(name, unit) for unit in units]
         first, *others = units
-        return [
-            OperatorShape(name, self.units[first], flops, saved, block, first, in_backward, _num_rows(module)),
-            *(OperatorShape(f"{name} ({other})", self.units[other], 0.0, 0.0, block, other) for other in others),
+        operators = [
+            OperatorShape(name, self.units[first], flops, saved, block, first, in_backward[0], _num_rows(module)),
+            *(
+                OperatorShape(f"{name} ({other})", self.units[other], 0.0, 0.0, block, other, is_needed)
+                for other, is_needed in zip(others, in_backward[1:], strict=True)
+            ),
         ]
+        return [operator if self._trained[operator.unit] else _frozen(operator, own) for operator in operators]
+
+
+def _frozen(operator: OperatorShape, own: Sequence[nn.Parameter]) -> OperatorShape:
+    """An operator whose weight gets no gradient: backward computes that of its input, if somebody wants it."""
+    states = frozen(own[0].element_size())
+    return replace(operator, states=states, num_backward=1.0 if operator.weight_in_backward else 0.0)
 
 
 def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
@@ -144,14 +169,25 @@ def _with_idle(order: list[str], units: Iterable[str]) -> list[str]:
 class _Watch:
     """Which modules run, in their order, what is saved meanwhile, and what blocks are given."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        unit_of: Callable[[nn.Parameter], str],
+        dtype_bytes: int,
+    ) -> None:
         self.order: list[str] = []
-        self.saved_bytes: Counter[str] = Counter()
+        self.saved_elements: Counter[str] = Counter()
+        self.saved_bytes: Counter[str] = Counter()  # in another dtype
+        self.largest_bytes = 0  # of what is saved outside of blocks
+        self._dtype_bytes = dtype_bytes
+        self._blocks = {name for name, module in model.named_modules() if module in {*blocks}}
         self._widths: Counter[int] = Counter()  # elements that modules hand on
         self._inputs: list[int] = []  # elements of each block's input
         self._stack: list[str] = [""]
         self._entered: set[str] = set()
-        self._storages = {storage_id(parameter.untyped_storage()) for parameter in model.parameters()}
+        self._units = {storage_id(p.untyped_storage()): unit_of(p) for p in model.parameters()}
+        self._needed: set[tuple[str, str]] = set()
         self._seen: set[int] = set()
         self._handles = []
         for name, module in model.named_modules():
@@ -190,10 +226,22 @@ class _Watch:
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd keeps this: count it, unless it is a parameter or was counted before."""
         storage = storage_id(tensor.untyped_storage())
-        if storage not in self._storages and storage not in self._seen:
+        if storage in self._units:
+            self._needed.add((self._stack[-1], self._units[storage]))
+        elif storage not in self._seen:
             self._seen.add(storage)
-            self.saved_bytes[self._stack[-1]] += tensor.numel() * tensor.element_size()
+            if tensor.element_size() == self._dtype_bytes:
+                self.saved_elements[self._stack[-1]] += tensor.numel()
+            else:
+                self.saved_bytes[self._stack[-1]] += tensor.nbytes
+            if tensor.is_floating_point() and self._blocks.isdisjoint(self._stack):
+                self.largest_bytes = max(self.largest_bytes, tensor.nbytes)
         return tensor
+
+    def needed(self, module: str, unit: str) -> bool:
+        """True if backward of this module, or of the one that uses its parameters, needs the unit's values."""
+        by_itself = (module, unit) in self._needed
+        return by_itself or (module not in self._entered and any(unit == other for _, other in self._needed))
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -32,6 +32,39 @@ class SimulatedStep:
     flops: float  # of one device
     tokens: float  # of the whole cluster
     num_ranks: int
+
+    def extended(self, shorter: SimulatedStep, number: int) -> SimulatedStep:
+        """This step with so many more backward passes, each of which adds what this one has more than `shorter`."""
+
+        def more(name: str) -> float:
+            return float(getattr(self, name)) + number * float(getattr(self, name) - getattr(shorter, name))
+
+        waits = {
+            name: max(0.0, seconds + number * (seconds - shorter.waits.get(name, 0.0)))
+            for name, seconds in self.waits.items()
+        }
+        traffic = tuple(
+            LinkTraffic(
+                link.link,
+                link.num_bytes + number * (link.num_bytes - less.num_bytes),
+                link.busy_seconds + number * (link.busy_seconds - less.busy_seconds),
+            )
+            for link, less in zip(self.traffic, shorter.traffic, strict=True)
+        )
+        return replace(
+            self,
+            seconds=more("seconds"),
+            forward_seconds=more("forward_seconds"),
+            backward_seconds=more("backward_seconds"),
+            compute_seconds=more("compute_seconds"),
+            engine_seconds=more("engine_seconds"),
+            read_bytes=int(more("read_bytes")),
+            written_bytes=int(more("written_bytes")),
+            flops=more("flops"),
+            tokens=more("tokens"),
+            waits=waits,
+            traffic=traffic,
+        )
 
     @cached_property
     def wait_seconds(self) -> float:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.bandwidth_model import DataKind, partitioned_bandwidth, requirements
+from zero_infinity.planner.calibration import TimeRange, time_range
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan_inputs import PlanInputs, prepare
 from zero_infinity.planner.simulator import simulate
 from zero_infinity.planner.training_job import TrainingJob
+from zero_infinity.policy.zero_stage import ZeroStage
 from zero_infinity.trace import Trace
 
 _MAX_NODES = 4096
@@ -82,10 +84,21 @@ class Plan:
         return sum(uses.values())
 
     @property
+    def time_range(self) -> TimeRange:
+        """Between which seconds a step is to be expected, and what that rests on."""
+        return time_range(self.outcome.seconds, self.inputs.model, self.inputs.hardware)
+
+    @property
     def settings(self) -> dict[str, str | int]:
         """Arguments for `zi.Config`. The user fills in where the drive is mounted."""
         inputs = self.inputs
         settings: dict[str, str | int] = {"memory": _round_size(inputs.host.memory)}
+        if inputs.job.accumulation > 1:
+            settings["gradient_accumulation_steps"] = inputs.job.accumulation
+        if inputs.job.stage != ZeroStage.PARAMETERS:
+            settings["stage"] = inputs.job.stage
+        if not inputs.job.early_update:
+            settings["update"] = "after_backward"
         if inputs.device_cache is not None and inputs.hardware.device is not None:
             settings["device_memory"] = _round_size(inputs.device_cache)
         if inputs.streams:
@@ -108,7 +121,7 @@ def make_plan(model: ModelShape, hardware: Hardware, job: TrainingJob, trace: Tr
     return Plan(
         inputs,
         outcome,
-        _tier_uses(inputs, model),
+        _tier_uses(inputs),
         _needs(inputs),
         written,
         _drive_life(inputs, written, outcome.seconds),
@@ -126,7 +139,8 @@ def largest_model(hardware: Hardware, job: TrainingJob) -> int:
     )
     if job.memory is not None:
         node_bytes += job.memory
-    per_parameter = job.states.parameter + job.states.record + (0 if job.early_update else job.states.gradient)
+    retains = not job.early_update or job.accumulation > 1
+    per_parameter = job.states.parameter + job.states.record + (job.states.gradient if retains else 0)
     return job.num_nodes * node_bytes // per_parameter
 
 
@@ -181,16 +195,17 @@ def works(model: ModelShape, hardware: Hardware, job: TrainingJob) -> bool:
     return True
 
 
-def _tier_uses(inputs: PlanInputs, model: ModelShape) -> tuple[TierUse, ...]:
+def _tier_uses(inputs: PlanInputs) -> tuple[TierUse, ...]:
     """Of the whole model, also if only a slice of it is simulated."""
-    hardware, homes, job = inputs.hardware, inputs.homes, inputs.job
+    hardware, homes = inputs.hardware, inputs.homes
     uses: dict[HardwareTier, dict[str, int]] = {tier: {} for tier in hardware.tiers}
-    for name, home, per_parameter in (
-        ("parameters", homes.parameters, job.states.parameter),
-        ("optimizer states", homes.optimizer, job.states.record),
+    work, sharding = inputs.workload, inputs.workload.sharding
+    for name, home, num_bytes, is_shared in (
+        ("parameters", homes.parameters, work.parameter_bytes, sharding.shards_parameters),
+        ("optimizer states", homes.optimizer, work.record_bytes, sharding.shards_optimizer),
     ):
-        share = inputs.num_ranks if home.kind is TierKind.DEVICE else job.num_nodes
-        uses[home][name] = -(-model.num_parameters * per_parameter // share)
+        each = 1 if home.kind is TierKind.DEVICE else inputs.num_devices
+        uses[home][name] = -(-num_bytes * each // (inputs.num_ranks if is_shared else 1))
     each = 1 if homes.checkpoints.kind is TierKind.DEVICE else inputs.num_devices
     if inputs.workload.checkpoint_bytes:
         uses[homes.checkpoints]["activation checkpoints"] = inputs.workload.checkpoint_bytes * each

@@ -12,10 +12,11 @@ from zero_infinity.byte_sizes import format_bytes
 from zero_infinity.config import MEASURED_FRACTION
 from zero_infinity.errors import CapacityError, ConfigError
 from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind
-from zero_infinity.planner.host_division import HostPlan, divide_host, shard_elements, unit_sizes
+from zero_infinity.planner.host_division import HostPlan, divide_host, states_on_rank, stored_elements, unit_sizes
 from zero_infinity.planner.model_shapes import ModelShape
 from zero_infinity.planner.state_tiers import HomeTiers, StateNeed, choose_homes, slowest_homes
 from zero_infinity.planner.training_job import HomeRule, TrainingJob, Workload
+from zero_infinity.planner.unit_states import UnitStates
 from zero_infinity.policy.homes import Home
 from zero_infinity.policy.lookahead import copy_lookahead
 from zero_infinity.policy.memory_budget import MemoryDivision
@@ -35,10 +36,15 @@ class PlanInputs:
     model: ModelShape  # the workload's, tiled if it must be; only one slice of it, if there are several
     scale: float  # how many slices there are
     homes: HomeTiers
-    elements: dict[str, int]  # of each unit, on one rank
+    elements: dict[str, int]  # of each unit, that one rank stores
+    states: dict[str, UnitStates]  # of each unit, that one rank updates
     units: dict[str, UnitSize]  # of one rank
     host: HostPlan  # of one rank
     device_cache: int | None  # room for gathered parameters; None if nothing is gathered or copied
+
+    def with_accumulation(self, number: int) -> PlanInputs:
+        """The same with another number of backward passes in a step, and the same places."""
+        return replace(self, workload=replace(self.workload, job=replace(self.job, accumulation=number)))
 
     @property
     def hardware(self) -> Hardware:
@@ -68,12 +74,26 @@ class PlanInputs:
         return frozenset(name for name, home in homes if home is Home.RAM)
 
     def shard_bytes(self, unit: str) -> int:
-        """One rank's part of a unit's parameters."""
-        return self.elements[unit] * self.job.states.parameter
+        """What one rank stores of a unit's parameters."""
+        return self.elements[unit] * self.states[unit].widths.parameter
 
     def whole_bytes(self, unit: str) -> int:
-        """All ranks' parts of a unit's parameters."""
-        return self.shard_bytes(unit) * self.num_ranks
+        """A unit's parameters."""
+        shares = self.num_ranks if self.workload.sharding.shards_parameters else 1
+        return self.shard_bytes(unit) * shares
+
+    def gradient_bytes(self, unit: str) -> int:
+        """What one rank gets of a unit's gradient, as it is sent: in the dtype of the parameters."""
+        states = self.states[unit]
+        return states.gradient_elements * states.widths.parameter
+
+    def product_seconds(self, unit: str, num_elements: int) -> float:
+        """Of the matrix products in an update of so many elements, on the cores of the host."""
+        states, hardware = self.states[unit], self.hardware
+        rate = hardware.host_flops or (hardware.flops if hardware.device is None else None)
+        if not states.flops or rate is None:
+            return 0.0
+        return states.flops * num_elements / states.gradient_elements * self.num_devices / rate
 
     @property
     def gathered_bytes(self) -> int:
@@ -118,14 +138,14 @@ def prepare(model: ModelShape, hardware: Hardware, job: TrainingJob) -> PlanInpu
 
 
 def _with_homes(workload: Workload, homes: HomeTiers) -> PlanInputs:
-    states = workload.job.states
+    widths = workload.job.states
     device_cache = _device_cache(workload, homes)
     memory = _host_memory(workload, homes)
     most = None
     if workload.job.placement is HomeRule.PAPER and device_cache is not None:
         # The paper tiles every operator that is larger than what is fetched ahead: one tile computes while the next
         # one arrives.
-        most = max(1, copy_lookahead(device_cache, on_device=False) // states.parameter)
+        most = max(1, copy_lookahead(device_cache, on_device=False) // widths.parameter)
     part, scale = _sliced(workload.model, most)
     if most is not None:
         part = part.tiled(most)
@@ -134,14 +154,15 @@ def _with_homes(workload: Workload, homes: HomeTiers) -> PlanInputs:
     except CapacityError:
         # As the engine does: tiles of rows, only if whole layers do not fit.
         tile_bytes = default_tile_bytes(min(memory, device_cache or memory))
-        most = max(1, tile_bytes // (states.parameter + states.gradient))
+        most = max(1, tile_bytes // (widths.parameter + widths.gradient))
         whole, scale = _sliced(workload.model, most)
         part = whole.tiled_by_rows(most)
         if part is whole:
             raise
         host = _divided(part, scale, workload, homes, memory, device_cache)
-    elements, units = shard_elements(part, workload), unit_sizes(part, workload)
-    return PlanInputs(workload, part, scale, homes, elements, units, host, host.buffers.copies or device_cache)
+    elements, states = stored_elements(part, workload), states_on_rank(part, workload)
+    units, cache = unit_sizes(part, workload), host.buffers.copies or device_cache
+    return PlanInputs(workload, part, scale, homes, elements, states, units, host, cache)
 
 
 def _divided(
@@ -153,8 +174,9 @@ def _divided(
 
 
 def _check_device_room(model: ModelShape, workload: Workload, device_cache: int) -> None:
-    name, shard = max(shard_elements(model, workload).items(), key=lambda item: item[1])
-    whole = shard * workload.num_ranks * workload.job.states.parameter
+    states = states_on_rank(model, workload)
+    sizes = {n: workload.padded(num) * states[n].widths.parameter for n, num in model.units.items()}
+    name, whole = max(sizes.items(), key=lambda item: item[1])
     if whole > device_cache:
         raise CapacityError(
             f"{name!r} needs {format_bytes(whole)} of device memory, but {format_bytes(device_cache)} is left "
@@ -176,11 +198,14 @@ def _sliced(model: ModelShape, most: int | None) -> tuple[ModelShape, float]:
 
 def _homes(workload: Workload) -> HomeTiers:
     hardware, job = workload.hardware, workload.job
-    record = job.states.record + (0 if job.early_update else job.states.gradient)
-    num_parameters = workload.model.num_parameters
+    retains = not workload.updates_early or job.accumulation > 1
+    sharding, num_ranks = workload.sharding, workload.num_ranks
+    copies = 1 if sharding.shards_parameters else num_ranks
+    records = 1 if sharding.shards_optimizer else num_ranks
+    gradients = (1 if sharding.shards_gradients else num_ranks) if retains else 0
     need = StateNeed(
-        num_parameters * job.states.parameter,
-        num_parameters * record,
+        workload.parameter_bytes * copies,
+        workload.record_bytes * records + workload.retained_bytes * gradients,
         workload.checkpoint_bytes * workload.num_ranks,
         workload.working_bytes,
     )
@@ -217,7 +242,7 @@ def _tier_named(hardware: Hardware, name: str | None) -> HardwareTier | None:
 def _device_cache(workload: Workload, homes: HomeTiers) -> int | None:
     """Room for gathered or copied parameters on one device; None if they are computed with where they live."""
     hardware, job, device = workload.hardware, workload.job, workload.hardware.device
-    if device is None or (workload.num_ranks == 1 and homes.parameters is device):
+    if device is None or (not workload.sharding.shards_parameters and homes.parameters is device):
         return None
     if job.device_memory is not None:
         if job.device_memory > device.capacity:
@@ -227,9 +252,9 @@ def _device_cache(workload: Workload, homes: HomeTiers) -> int | None:
             )
         return job.device_memory
     taken = workload.working_bytes + (workload.checkpoint_bytes if homes.checkpoints is device else 0)
-    for home, num_bytes in ((homes.parameters, job.states.parameter), (homes.optimizer, job.states.record)):
+    for home, num_bytes in ((homes.parameters, workload.parameter_bytes), (homes.optimizer, workload.record_bytes)):
         if home is device:
-            taken += workload.model.num_parameters * num_bytes // workload.num_ranks
+            taken += num_bytes // workload.num_ranks
     room = device.capacity - taken
     # A gradient of the largest tile takes as much as the tile: a quarter of the room is kept for it.
     cache = room * 3 // 4

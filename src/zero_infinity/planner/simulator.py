@@ -22,12 +22,13 @@ from zero_infinity.planner.hardware import TierKind
 from zero_infinity.planner.outcome import LinkTraffic, SimulatedStep
 from zero_infinity.planner.plan_inputs import PlanInputs
 from zero_infinity.planner.rank_links import RankLinks
+from zero_infinity.planner.roofline import compute_seconds
 from zero_infinity.planner.simulated_host import SimulatedHost
 from zero_infinity.planner.step_program import OperatorRun, StepPhase, step
 from zero_infinity.planner.training_job import HomeRule
+from zero_infinity.planner.unit_chunks import ChunkSize, chunk_sizes
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
-from zero_infinity.policy.chunk_size import chunk_elements
 from zero_infinity.policy.lookahead import copy_lookahead
 from zero_infinity.trace import WAIT, Category, Trace
 
@@ -38,15 +39,16 @@ WARM_UP_STEPS = 5
 # Records are cut as in the engine, but into at most this many chunks in all: a rank of a trillion parameters would have
 # a million, and finer chunks do not change the result.
 _MAX_CHUNKS = 1_500
+_MAX_PASSES = 4  # backward passes of a step that are simulated; more are extrapolated from these
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """A chunk of a unit's optimizer record and gradient: the keys of its two blocks."""
 
-    record: int
+    record: int | None  # None without states, or if another rank has them
     gradient: int
-    record_bytes: int
+    size: ChunkSize
 
 
 class Simulator:
@@ -59,8 +61,10 @@ class Simulator:
         self._backward_end = 0.0
         self._gradients_at = 0.0  # when the last gradient has arrived
         self._early = False  # True once updates run in backward
+        self._number = 0  # of the backward pass in its step
         division = inputs.division
-        self._is_shared = inputs.num_ranks > 1  # parameters are gathered from all ranks
+        self._sharding = inputs.workload.sharding
+        self._is_shared = self._sharding.shards_parameters  # parameters are gathered from all ranks
         self._program = step(inputs.model, inputs.job.interval)
         self._names = list(inputs.units)
         self._keys = {name: key for key, name in enumerate(self._names)}
@@ -91,17 +95,17 @@ class Simulator:
         moves = name not in self._resident
         if moves and inputs.parameters_stream:
             self._host.add(self._keys[name], name, unit.parameters, inputs.homes.parameters)
-        states, home = inputs.job.states, inputs.homes.optimizer
-        step_size, num_elements = chunk_elements(self._chunk_bytes, states), inputs.elements[name]
+        home = inputs.homes.optimizer
+        others = inputs.num_ranks - 1 if self._sharding.keeps_whole_gradients else 0
         chunks: list[_Chunk] = []
-        for number, start in enumerate(range(0, num_elements, step_size)):
-            elements = min(step_size, num_elements - start)
-            record, gradient = elements * states.record, elements * states.gradient
-            chunk = _Chunk(next(self._fresh_key), next(self._fresh_key), record)
+        for number, size in enumerate(chunk_sizes(inputs.states[name], self._chunk_bytes, num_others=others)):
+            chunk = _Chunk(next(self._fresh_key) if size.record_bytes else None, next(self._fresh_key), size)
             chunks.append(chunk)
-            if moves and inputs.optimizer_streams:
-                self._host.add(chunk.record, f"{name}[{number}] record", record, home)
-                self._host.add(chunk.gradient, f"{name}[{number}] gradient", gradient, home, has_content=False)
+            if not (moves and inputs.optimizer_streams):
+                continue
+            if chunk.record is not None:
+                self._host.add(chunk.record, f"{name}[{number}] record", size.record_bytes, home)
+            self._host.add(chunk.gradient, f"{name}[{number}] gradient", size.gradient_bytes, home, has_content=False)
         return chunks
 
     def _make_device(self) -> CachePolicy | None:
@@ -132,11 +136,9 @@ class Simulator:
             self._host.add(key, name, inputs.workload.one_checkpoint_bytes, inputs.homes.checkpoints, has_content=False)
         return keys
 
-    # ------------------------------------------------------------------ the run
-
     def run(self) -> SimulatedStep:
         """Simulate until steps are alike, and report one more."""
-        may_be_early = self._inputs.job.early_update
+        may_be_early = self._inputs.workload.updates_early
         for number in range(WARM_UP_STEPS):
             # The engine updates at the end of a step until it has seen two steps that are alike.
             self._early = may_be_early and number >= 2
@@ -152,13 +154,13 @@ class Simulator:
         before = self._host.read_bytes, self._host.written_bytes
         self._waits.clear()
         self._engine_seconds = 0.0
-        forward_end = self._step()
+        forward_seconds = self._step()
         inputs = self._inputs
-        tokens, scale = inputs.job.batch * inputs.model.seq, inputs.scale
+        tokens, scale = inputs.job.batch * inputs.model.seq * inputs.job.accumulation, inputs.scale
         return SimulatedStep(
             seconds=scale * (self._now - started),
-            forward_seconds=scale * (forward_end - started),
-            backward_seconds=scale * (self._backward_end - forward_end),
+            forward_seconds=scale * forward_seconds,
+            backward_seconds=scale * (self._backward_end - started - forward_seconds),
             compute_seconds=scale * self._channels.compute.busy_seconds,
             engine_seconds=scale * self._engine_seconds,
             waits={name: scale * seconds for name, seconds in self._waits.items()},
@@ -175,25 +177,28 @@ class Simulator:
         )
 
     def _step(self, *, same_order: bool = True) -> float:
-        """One step; returns the end of its forward pass. `same_order`: the next step accesses blocks in this order."""
-        forward_end = self._now
-        for use in self._program:
-            self._use(use)
-            if use.phase is StepPhase.FORWARD:
-                forward_end = self._now
+        """One step; returns the seconds of forward. `same_order`: the next step accesses blocks in this order."""
+        forward_seconds = 0.0
+        for number in range(self._inputs.job.accumulation):
+            self._number = number
+            started = forward_end = self._now
+            for use in self._program:
+                self._use(use)
+                if use.phase is StepPhase.FORWARD:
+                    forward_end = self._now
+            forward_seconds += forward_end - started
         if not self._early:
             # The update needs every gradient in its home.
             self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
         if not self._early:
-            for name in self._inputs.units:
-                self._update(name, self._now, retained=True)
+            self._update_in_step([name for name, chunks in self._chunks.items() if chunks])
             self._wait(self._channels.update_worker.free_at, "optimizer step")
         self._host.policy.end_cycle(same_order=same_order)
         if self._device is not None:
             self._end_device_cycle(self._device, same_order=same_order)
         self._pay()
-        return forward_end
+        return forward_seconds
 
     def _end_device_cycle(self, device: CachePolicy, *, same_order: bool) -> None:
         """All gathered copies expire together after the step; the next ones are gathered only then."""
@@ -213,9 +218,7 @@ class Simulator:
         if use.needs_weight:
             self._wait(self._bring(use.operator.unit), name)
         self._pay()
-        seconds = use.seconds
-        if seconds is None:
-            seconds = use.flops_per_token * inputs.job.batch * inputs.model.seq / inputs.hardware.flops
+        seconds = compute_seconds(use, inputs.workload)
         self._now = self._channels.compute.occupy(name, Category.COMPUTE, self._now, seconds)
         if use.stores is not None:
             self._store_checkpoint(use.stores, name)
@@ -291,8 +294,6 @@ class Simulator:
             ready = self._channels.upload(name, Category.FETCH, ready, shard, inputs.whole_bytes(name))
         return self._channels.collective(name, ready, shard)
 
-    # ------------------------------------------------------------------ activation checkpoints
-
     def _store_checkpoint(self, number: int, name: str) -> None:
         stored = self._channels.store_checkpoint(name, self._now, cached=number in self._checkpoints)
         if number in self._checkpoints:
@@ -320,27 +321,63 @@ class Simulator:
             self._host.expire(self._checkpoints[number])
         self._loaded[number] = self._channels.load_checkpoint(name, ready, cached=number in self._checkpoints)
 
-    # ------------------------------------------------------------------ gradients and updates
-
     def _take_gradient(self, name: str) -> None:
         inputs, unit = self._inputs, self._inputs.units[name]
-        shard = inputs.shard_bytes(name)
-        ready = self._channels.collective(name, self._now, shard)
+        is_early = self._early and self._number == inputs.job.accumulation - 1
+        is_summed = self._sharding.shards_gradients or (self._sharding.is_distributed and is_early)
+        if is_early and self._number and not self._sharding.shards_gradients:
+            self._use_gradient_blocks(name)  # what this rank has retained is added to the last gradient
+        ready = self._sum(name, self._now) if is_summed else self._now
+        shard = inputs.gradient_bytes(name)
         leaves = inputs.homes.optimizer.kind is not TierKind.DEVICE and inputs.hardware.device is not None
         if leaves:
-            ready = self._channels.download(name, Category.GRADIENT, ready, shard, inputs.whole_bytes(name))
+            ready = self._channels.download(name, Category.GRADIENT, ready, shard, shard * inputs.num_ranks)
         self._gradients_at = max(self._gradients_at, ready)
         # The engine copies a gradient from the device before backward goes on.
         if not inputs.job.overlap or (leaves and inputs.job.placement is HomeRule.ENGINE):
             self._wait(ready, name)
-        if self._early:
+        if is_early:
             self._make_room(unit.arriving, name)
-            self._outstanding.append((self._update(name, ready, retained=False), unit.arriving))
+            retained = self._number > 0 and self._sharding.shards_gradients
+            self._outstanding.append((self._update(name, ready, retained=retained), unit.arriving))
             return
-        for chunk in self._chunks[name]:
+        for chunk in self._kept_chunks(name):
             self._handle_block()
             self._host.access(chunk.gradient, self._now)
             self._host.change(chunk.gradient, ready)
+
+    def _kept_chunks(self, name: str) -> list[_Chunk]:
+        """Where gradients wait: all of the unit where they are not summed yet, else this rank's part."""
+        return [chunk for chunk in self._chunks[name] if chunk.size.is_updated or self._sharding.keeps_whole_gradients]
+
+    def _use_gradient_blocks(self, name: str) -> None:
+        for chunk in self._kept_chunks(name):
+            self._handle_block()
+            self._wait(self._host.access(chunk.gradient, self._now), name)
+
+    def _sum(self, name: str, ready: float) -> float:
+        """Sum a gradient over ranks: each gets its shard, and at stage 0 then all of it."""
+        inputs, states = self._inputs, self._inputs.states[name]
+        if not self._sharding.reduces_everywhere:
+            return self._channels.collective(name, ready, inputs.gradient_bytes(name))
+        shard = states.gradient_elements // inputs.num_ranks
+        ready = self._channels.collective(name, ready, shard * states.widths.parameter)
+        return self._channels.collective(name, ready, shard * states.widths.gradient)
+
+    def _update_in_step(self, names: list[str]) -> None:
+        """Update units whose gradients have waited, and at stages 1 and 2 send the results to all ranks."""
+        is_summed = self._sharding.shards_gradients or not self._sharding.is_distributed
+        ready = dict.fromkeys(names, self._now)
+        for name in names if not is_summed else ():
+            self._use_gradient_blocks(name)
+            ready[name] = self._sum(name, self._now)
+            for chunk in self._chunks[name]:
+                self._host.expire(chunk.gradient)
+        for name in names:
+            done = self._update(name, ready[name], retained=is_summed)
+            if self._sharding.gathers_updates:
+                done = self._channels.collective(name, done, self._inputs.gradient_bytes(name))
+                self._host.change(self._keys[name], done)
 
     def _make_room(self, num_bytes: int, name: str) -> None:
         """Wait until the memory set aside for gradients has room for one more."""
@@ -359,15 +396,17 @@ class Simulator:
         self._host.in_use.add(key)
         values_ready = self._host.access(key, self._now)
         done = gradient_ready
-        for chunk in self._chunks[name]:
+        for chunk in [chunk for chunk in self._chunks[name] if chunk.size.is_updated]:
             self._handle_block()
             ready = max(values_ready, gradient_ready)
             if retained and not on_device:
-                self._host.in_use.add(chunk.gradient)
                 ready = max(ready, self._host.access(chunk.gradient, self._now))
-            ready = max(ready, self._host.access(chunk.record, self._now))
+            self._host.in_use.add(chunk.gradient)
+            if chunk.record is not None:
+                ready = max(ready, self._host.access(chunk.record, self._now))
             done = self._update_chunk(name, chunk, ready)
-            self._host.change(chunk.record, done)
+            if chunk.record is not None:
+                self._host.change(chunk.record, done)
             self._host.in_use.discard(chunk.gradient)
             self._host.expire(chunk.gradient)
         self._host.in_use.discard(key)
@@ -382,15 +421,14 @@ class Simulator:
 
     def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:
         inputs = self._inputs
-        states = inputs.job.states
-        num_elements = chunk.record_bytes // states.record
+        states, num_elements = inputs.states[name].widths, chunk.size.num_elements
         moved = num_elements * states.update
         device = inputs.hardware.device
         if inputs.homes.optimizer.kind is TierKind.DEVICE and device is not None:
             self._now = self._channels.compute.occupy(name, Category.UPDATE, max(ready, self._now), moved / device.read)
             return self._now
-        seconds = moved * inputs.num_devices / inputs.hardware.update_rate
-        done = self._channels.update_worker.occupy(name, Category.UPDATE, ready, seconds, chunk.record_bytes)
+        seconds = moved * inputs.num_devices / inputs.hardware.update_rate + inputs.product_seconds(name, num_elements)
+        done = self._channels.update_worker.occupy(name, Category.UPDATE, ready, seconds, chunk.size.record_bytes)
         if device is None:
             # The cores that compute also update: now, or later unless they wait anyway.
             if ready <= self._now:
@@ -404,5 +442,9 @@ class Simulator:
 
 
 def simulate(inputs: PlanInputs, trace: Trace | None = None) -> SimulatedStep:
-    """One steady step of the job."""
-    return Simulator(inputs, trace).run()
+    """One steady step of the job. Of many backward passes those in the middle are alike: a few are simulated."""
+    number = inputs.job.accumulation
+    if number <= _MAX_PASSES or trace is not None:
+        return Simulator(inputs, trace).run()
+    fewer, more = (Simulator(inputs.with_accumulation(n)).run() for n in (_MAX_PASSES - 1, _MAX_PASSES))
+    return more.extended(fewer, number - _MAX_PASSES)

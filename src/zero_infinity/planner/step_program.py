@@ -16,7 +16,7 @@ class StepPhase(enum.StrEnum):
     BACKWARD = "backward"
 
 
-_PASSES = {StepPhase.FORWARD: 1, StepPhase.REACH: 0, StepPhase.RECOMPUTE: 1, StepPhase.BACKWARD: 2}
+_PASSES = {StepPhase.FORWARD: 1, StepPhase.REACH: 0, StepPhase.RECOMPUTE: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class OperatorRun:
 
     @property
     def flops_per_token(self) -> float:
-        return self.operator.flops_per_token * _PASSES[self.phase]
+        return self.operator.flops_per_token * _PASSES.get(self.phase, self.operator.num_backward)
 
     @property
     def seconds(self) -> float | None:
@@ -46,11 +46,16 @@ class OperatorRun:
 def step(model: ModelShape, interval: int) -> list[OperatorRun]:
     """One forward and backward pass, with a checkpoint every `interval` blocks (0: none)."""
     first_use: dict[str, int] = {}
+    frozen = {name for name, states in model.unit_states.items() if states.is_frozen}
     for index, operator in enumerate(model.operators):
-        if operator.num_parameters:
+        if operator.num_parameters and operator.unit not in frozen:
             first_use.setdefault(operator.unit, index)
     uses = list(_forward(model, interval))
+    # Backward ends at the first weight that is trained.
+    first_trained = min(first_use.values(), default=len(model.operators))
     for segment in reversed(_segments(model, interval)):
+        if segment[-1] < first_trained:
+            continue
         uses += _backward(model, segment, first_use, interval)
     return uses
 
@@ -99,7 +104,7 @@ def _backward(model: ModelShape, segment: list[int], first_use: dict[str, int], 
             loads = checkpoint if number == 0 else None
             yield OperatorRun(operator, StepPhase.RECOMPUTE, _needs_weight(operator), loads=loads)
     for index, operator in zip(reversed(segment), reversed(operators), strict=True):
-        last = operator.num_parameters > 0 and first_use[operator.unit] == index
+        last = operator.num_parameters > 0 and first_use.get(operator.unit) == index
         in_hand = reached and index == segment[-1]
         needs_weight = _needs_weight(operator) and operator.weight_in_backward and not in_hand
         yield OperatorRun(operator, StepPhase.BACKWARD, needs_weight, completes=operator.unit if last else None)

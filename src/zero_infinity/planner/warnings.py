@@ -18,7 +18,7 @@ _WAITS_MOST = 0.5
 
 def warnings_of(plan: Plan) -> list[str]:
     """Warnings, the most important ones first."""
-    found = [_drive_life(plan), _waiting(plan), _long_step(plan)]
+    found = [_drive_life(plan), _waiting(plan), _long_step(plan), _uncounted_products(plan)]
     return [text for text in (*found, *(_tight(plan, tier) for tier in plan.inputs.hardware.tiers)) if text]
 
 
@@ -65,6 +65,16 @@ def _long_step(plan: Plan) -> str | None:
         return None
     days = 1000 * seconds / 86_400
     return f"a step takes {format_seconds(seconds)}: a thousand of them {days:,.1f} days"
+
+
+def _uncounted_products(plan: Plan) -> str | None:
+    hardware, flops = plan.inputs.hardware, sum(states.flops for states in plan.inputs.states.values())
+    if not flops or hardware.device is None or hardware.host_flops is not None:
+        return None
+    return (
+        f"each update multiplies matrices on the host, {plan.inputs.scale * flops / 1e12:,.1f} TFLOP a rank, which are "
+        "not in the time: the profile does not say how fast its cores are (host_flops)"
+    )
 
 
 def _tight(plan: Plan, tier: HardwareTier) -> str | None:

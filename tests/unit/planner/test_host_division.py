@@ -8,7 +8,7 @@ import pytest
 
 from zero_infinity.errors import CapacityError
 from zero_infinity.planner.hardware import Hardware, load
-from zero_infinity.planner.host_division import divide_host, shard_elements, unit_sizes
+from zero_infinity.planner.host_division import divide_host, stored_elements, unit_sizes
 from zero_infinity.planner.model_shapes import transformer
 from zero_infinity.planner.state_tiers import HomeTiers
 from zero_infinity.planner.training_job import SINGLE, TrainingJob, Workload
@@ -40,7 +40,7 @@ def test_one_rank_divides_as_prepare_does() -> None:
 def test_cpus_of_several_ranks_have_copies_and_buckets() -> None:
     two = workload(2)
     sizes = unit_sizes(MODEL, two)
-    up, shard = sizes["0.up"], shard_elements(MODEL, two)["0.up"]
+    up, shard = sizes["0.up"], stored_elements(MODEL, two)["0.up"]
     assert shard == 4 * 512**2 // 2
     assert (up.parameters, up.record, up.gradients) == (4 * shard, 8 * shard, 4 * shard)
     assert (up.arriving, up.copied) == (3 * 4 * shard, 2 * 4 * shard)

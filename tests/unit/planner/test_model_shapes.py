@@ -14,7 +14,7 @@ def test_counts_follow_the_paper_s_equations() -> None:
     assert model.forward_flops(1) == 2 * equations.num_parameters + attention
     assert 2 * model.checkpoint_elements(4, 1) == equations.checkpoint_bytes(4)
     # In 16-bit elements, which is how figure 2a's activations come out with 2 sequences a GPU.
-    assert 2 * model.working_elements(2, 1, checkpointed=True) == 2 * equations.activation_working_bytes(2)
+    assert model.working_bytes(2, 1, checkpointed=True, element_bytes=2) == 2 * equations.activation_working_bytes(2)
 
 
 def test_tied_embeddings_count_once() -> None:
@@ -32,8 +32,8 @@ def test_tiles_keep_the_sum() -> None:
     assert max(tiled.units.values()) <= 1000
     assert tiled.num_parameters == model.num_parameters
     assert tiled.forward_flops(1) == pytest.approx(model.forward_flops(1))
-    assert tiled.working_elements(1, 1, checkpointed=True) == pytest.approx(
-        model.working_elements(1, 1, checkpointed=True), abs=9
+    assert tiled.working_bytes(1, 1, checkpointed=True, element_bytes=1) == pytest.approx(
+        model.working_bytes(1, 1, checkpointed=True, element_bytes=1), abs=9
     )
 
 

@@ -27,8 +27,8 @@ def test_a_gpt_counts_as_its_numbers_say() -> None:
     assert model.num_parameters == Shape(4, 128, 4, 64).num_parameters
     assert model.forward_flops(1) == numbers.forward_flops(1)
     assert (model.num_blocks, model.hidden, model.seq) == (4, 128, 64)
-    assert model.working_elements(2, 1, checkpointed=True) == pytest.approx(
-        numbers.working_elements(2, 1, checkpointed=True), rel=0.3
+    assert model.working_bytes(2, 1, checkpointed=True, element_bytes=4) == pytest.approx(
+        numbers.working_bytes(2, 1, checkpointed=True, element_bytes=4), rel=0.3
     )
     assert len(step(model, 1)) > len(step(model, 0))
 

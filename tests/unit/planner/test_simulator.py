@@ -14,7 +14,7 @@ from zero_infinity.planner.hardware import Hardware, HardwareTier, TierKind, loa
 from zero_infinity.planner.model_shapes import ModelShape, known, transformer
 from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan_inputs import prepare
-from zero_infinity.planner.simulator import simulate
+from zero_infinity.planner.simulator import Simulator, simulate
 from zero_infinity.planner.training_job import SINGLE, HomeRule, PartitionMode, TrainingJob
 from zero_infinity.trace import Category, Trace
 
@@ -205,3 +205,14 @@ def test_impossible_jobs_are_refused() -> None:
         run(machine(), TrainingJob(batch=1, memory=2 * 10**12))
     with pytest.raises(CapacityError, match="one device needs"):
         run(load("rtx4090"), TrainingJob(batch=64), known("gpt3-13b"))
+
+
+def test_many_backward_passes_are_extrapolated_from_a_few() -> None:
+    job = TrainingJob(batch=1, states=SINGLE, memory=64 << 20, accumulation=9)
+    inputs = prepare(transformer(6, 512, 8, 64), load("laptop"), job)
+    whole, quick = Simulator(inputs).run(), simulate(inputs)
+    assert quick.tokens == whole.tokens
+    assert quick.compute_seconds == pytest.approx(whole.compute_seconds)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert whole.read_bytes > 0
+    assert quick.read_bytes == pytest.approx(whole.read_bytes, rel=0.02)

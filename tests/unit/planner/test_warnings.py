@@ -3,9 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_infinity.planner.hardware import load
+from zero_infinity.planner.methods import updated_by
 from zero_infinity.planner.model_shapes import transformer
 from zero_infinity.planner.plan import make_plan
 from zero_infinity.planner.training_job import SINGLE, TrainingJob
+from zero_infinity.planner.unit_states import optimizer_named
 from zero_infinity.planner.warnings import bandwidth_note, warnings_of
 
 MIB = 2**20
@@ -50,3 +52,14 @@ def test_bandwidth_that_is_too_low_is_explained() -> None:
     assert "only what is left of them is waited for" in note
     fast = replace(laptop, flops=1.0)
     assert bandwidth_note(make_plan(MODEL, fast, JOB)) is None
+
+
+def test_matrix_products_of_an_update_that_nobody_times() -> None:
+    model = updated_by(MODEL, optimizer_named("muon"), 2)
+    card = load("rtx4090")
+    (warning,) = [text for text in warnings_of(make_plan(model, card, JOB)) if "multiplies matrices" in text]
+    assert "host_flops" in warning
+    timed = replace(card, host_flops=1e12)
+    assert not [text for text in warnings_of(make_plan(model, timed, JOB)) if "multiplies matrices" in text]
+    slower, faster = (make_plan(model, machine, JOB).outcome.seconds for machine in (timed, card))
+    assert slower > faster
