@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, here and in every process that a test starts. Several workers share the cores, and an OpenMP
 # team spins while it waits: on a busy machine that takes more time than the computation. A test that needs more threads
@@ -32,6 +34,13 @@ def pytest_collectstart() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _modules_are_never_garbage() -> None:
+    """Many tests collect all garbage, some in a loop: they need not look at what lives for ever."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _cheap_seeds() -> None:
     if "torch" in sys.modules:
         from support.cpu_seeds import seed_the_cpu_only
@@ -47,3 +56,46 @@ def _the_same_seeds() -> None:
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+# A few slow tests that come last keep one worker busy while the others have nothing left.
+_SLOW_FIRST = ("memory", "benchmarks", "integrations", "scenarios", "multirank", "faults", "cli", "equivalence")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `half`, every second field of its table of parameters is long, as on a chessboard.
+
+    So each value of each parameter is in `make test`, with half of the values of the others.
+    """
+    seen: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("half") is None:
+            continue
+        if sum(_number(item, name, seen) for name in _axes(item)) % 2:
+            item.add_marker(pytest.mark.long)
+    items.sort(key=_place)
+
+
+def _axes(item: pytest.Function) -> list[str]:
+    """The parameters of a test; the first one of those that change together."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names]
+    others = {name for group in together for name in group[1:]}
+    return [name for name in item.callspec.params if name not in others]
+
+
+def _number(item: pytest.Function, name: str, seen: dict[tuple[str, str], list[Any]]) -> int:
+    """Which value of the parameter this is, in the order in which they appear."""
+    values = seen.setdefault((item.nodeid.partition("[")[0], name), [])
+    value = item.callspec.params[name]
+    for number, known in enumerate(values):
+        if known is value:
+            return number
+    values.append(value)
+    return len(values) - 1
+
+
+def _place(item: pytest.Item) -> int:
+    kinds = [kind for kind in _SLOW_FIRST if kind in item.nodeid.split("/")]
+    return _SLOW_FIRST.index(kinds[0]) if kinds else len(_SLOW_FIRST)

@@ -6,6 +6,7 @@ survivors end by themselves.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -87,7 +88,8 @@ class Run:
         victim.join(seconds)
         if victim.exitcode is not None:
             return False
-        os.kill(victim.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ends just now
+            os.kill(victim.pid, signal.SIGKILL)
         victim.join()
         return bool(victim.exitcode == -signal.SIGKILL)
 

@@ -7,16 +7,26 @@ import re
 from pathlib import Path
 
 import pytest
+from support.patience import SECONDS
 
 from benchmarks.__main__ import main
+from benchmarks.kills import command
 from benchmarks.kills.campaign import Campaign, Figures, Setting
 from benchmarks.kills.command import _is_good, table
 
 
-def test_a_few_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kills", str(tmp_path / "kills"), "--kills", "4", "--steps", "3", "--jobs", "2"]) == 0
+@pytest.mark.parametrize(
+    "settings", [command.SETTINGS[1:3], pytest.param(command.SETTINGS, marks=pytest.mark.long)], ids=len
+)
+def test_a_few_kills(
+    settings: list[Setting], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SETTINGS", settings)
+    monkeypatch.setattr(command, "LIMIT_SECONDS", SECONDS)  # how busy the machine is must not matter here
+    count = len(settings)
+    assert main(["kills", str(tmp_path / "kills"), "--kills", str(count), "--steps", "3", "--jobs", "2"]) == 0
     rows = re.findall(r"^\| (\d rank.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert [row.split(" | ")[1] for row in rows] == ["1"] * 4
+    assert [row.split(" | ")[1] for row in rows] == ["1"] * count
     assert all(row.endswith("| nothing |") for row in rows)
 
 

@@ -73,21 +73,29 @@ def test_changed_lines_are_those_of_the_scripts() -> None:
     assert changed_lines("ours") == 5
 
 
-def test_each_model_and_batch_is_a_contest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "expected",
+    [[(1, 2, 16), (2, 1, 8)], pytest.param([(1, 2, 16), (1, 1, 8), (2, 1, 8)], marks=pytest.mark.long)],
+    ids=len,
+)
+def test_each_model_and_batch_is_a_contest(
+    expected: list[tuple[int, int, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     places = ["--nvme", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["peers", *TINY, "--contests=1x64:2x16,1x64:1x8,2x64:1x8", "--only=fits", *places]) == 0
+    contests = ",".join(f"{layers}x64:{batch}x{seq}" for layers, batch, seq in expected)
+    assert main(["peers", *TINY, f"--contests={contests}", "--only=fits", *places]) == 0
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     races = [contest["race"] for contest in found["contests"]]
-    assert [(race["layers"], race["batch"], race["seq"]) for race in races] == [(1, 2, 16), (1, 1, 8), (2, 1, 8)]
+    assert [(race["layers"], race["batch"], race["seq"]) for race in races] == expected
     losses = []
     for contest in found["contests"]:
         ((plain, ours),) = contest["heats"]
         assert plain["losses"] == ours["losses"]
         losses.append(tuple(plain["losses"]))
-    assert len(set(losses)) == 3
+    assert len(set(losses)) == len(expected)
     assert (tmp_path / "out" / "peers.svg").exists()
     printed = capsys.readouterr().out
-    for batch in ("1 layers x 64, batch 2 x 16", "1 layers x 64, batch 1 x 8", "2 layers x 64, batch 1 x 8"):
+    for batch in (f"{layers} layers x 64, batch {size} x {seq}" for layers, size, seq in expected):
         assert batch in printed
         assert f"| {batch.replace(' layers', '')} | " in peers_table(found)
         assert f"{batch.replace(' layers', '')}: time of a step" in peers_short_table(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Generator, Iterator
 from unittest import mock
 
@@ -21,8 +20,6 @@ def _one_thread() -> Iterator[None]:
     """Two workers on two cores; what needs more threads says so."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # modules live for ever: the collection after each test need not look at them
     yield
     torch.set_num_threads(before)
 

@@ -314,6 +314,7 @@ def test_held_bytes_do_not_grow_with_depth(tmp_path: Path) -> None:
 
 
 @cpu_only("it counts what is moved: tests/device/test_activations.py does so there")
+@pytest.mark.half
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("depth", [4, 8])
 def test_bytes_are_those_of_the_equation(depth: int, interval: int, tmp_path: Path) -> None:
@@ -459,6 +460,7 @@ def test_values_that_make_no_sense(wrong: Any) -> None:
         zi.Config(checkpoint_activations=True, offload_activations=wrong)
 
 
+@pytest.mark.half
 @cpu_only("the accelerator is emulated on the CPU")
 @pytest.mark.parametrize("how", BOTH, ids=NAMES)
 @pytest.mark.parametrize("nvme", [False, True])

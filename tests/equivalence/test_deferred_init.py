@@ -520,7 +520,7 @@ def test_submodules_that_are_built_inside_their_own_init(is_whole: bool) -> None
     """Inside that of the whole model, or alone."""
     config = zi.Config(memory="1MiB")
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8))
+    plain = moved(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)))
     torch.manual_seed(0)
     if is_whole:
         with zi.init(config):

@@ -92,6 +92,7 @@ def assert_same_values(make: Callable[[], nn.Module], model: nn.Module) -> None:
         assert same_bits(value, found[name]), name
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tile_above": "16KiB"}, {"param_dtype": "bfloat16", "compute_dtype": "float32"}],
@@ -143,6 +144,7 @@ INITIALISERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", INITIALISERS)
 def test_initialisers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("setting", [FITS_RAM, MINIMAL], ids=str)
 @pytest.mark.parametrize("name", sorted(WORKING))
 def test_the_same_bits(name: str, setting: Setting, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from support.compare import Run, adamw, training
 from support.models import mean_square, mlp, vectors
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 import zero_infinity as zi
+from zero_infinity.api import close
 
 batch = vectors()
 
@@ -107,3 +109,26 @@ def test_a_step_after_each_backward_of_several() -> None:
     mean_square(model, batch(3)).backward()
     with pytest.raises(zi.UsageError, match="1 of 2 backward passes"):
         streamed.step()
+
+
+def test_an_engine_may_end_while_another_model_is_built() -> None:
+    """Torch loops over its hooks then, and must not meet one that goes."""
+    model, _, _ = prepared()
+
+    class Ending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+    def end_the_engine(module: nn.Module, *_: Any) -> None:
+        nonlocal model
+        if isinstance(module, Ending) and model is not None:
+            close(model)
+            model = None  # type: ignore[assignment]
+
+    handle = register_module_module_registration_hook(end_the_engine)
+    try:
+        Ending()
+    finally:
+        handle.remove()
+    assert model is None

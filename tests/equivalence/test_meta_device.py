@@ -105,6 +105,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("home", ["ram", "nvme"])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_initialised_and_trains_as_in_plain_pytorch(name: str, home: str, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.compare import MINIMAL, SETTINGS, Setting, adamw, compare, minimal_memory, training
+from support.compare import FITS_RAM, MINIMAL, SETTINGS, Setting, adamw, compare, minimal_memory, training
+from support.device import IS_CPU
 from support.models import CASES, mean_square, mlp, vectors
 
 import zero_infinity as zi
@@ -15,7 +16,12 @@ _SMALL_BYTES = homes._SMALL_BYTES
 _MIN_CHUNK_BYTES = chunk_size.MIN_CHUNK_BYTES
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+# On the test device a model in `make test` is all on the device, or in as little memory as possible.
+CHOSEN = [s if IS_CPU or s in (FITS_RAM, MINIMAL) else pytest.param(s, marks=pytest.mark.long) for s in SETTINGS]
+
+
+@pytest.mark.half
+@pytest.mark.parametrize("setting", CHOSEN, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_five_steps_are_bit_identical(name: str, setting: Setting, tmp_path: Path) -> None:
     case = CASES[name]
@@ -34,7 +40,12 @@ def test_one_byte_less_than_the_minimum_is_refused(name: str, tmp_path: Path) ->
     zi.prepare(model, adamw(model), zi.Config(memory=minimum, nvme=tmp_path))
 
 
-@pytest.mark.parametrize("name", CASES)
+WAITING = (
+    [*CASES] if IS_CPU else [pytest.param(c, marks=[] if c in ("tied", "t5") else pytest.mark.long) for c in CASES]
+)
+
+
+@pytest.mark.parametrize("name", WAITING)
 def test_gradients_that_wait_for_step_stream_too(name: str, tmp_path: Path) -> None:
     """update="after_backward" retains every gradient in blocks."""
     case = CASES[name]

@@ -89,6 +89,7 @@ def chosen(info: ModuleInfo, *, training: bool) -> list[ModuleInput]:
     return [every[number * len(every) // count] for number in range(count)]
 
 
+@pytest.mark.half
 @pytest.mark.filterwarnings("ignore")  # torch's own samples use what torch has deprecated
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)

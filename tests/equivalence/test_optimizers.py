@@ -80,6 +80,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("setting", [FITS_RAM, MINIMAL], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_five_steps_are_bit_identical(name: str, setting: Setting, tmp_path: Path) -> None:
@@ -212,6 +213,7 @@ def _train_with(run: Run, scheduler: Any) -> None:
         run.log([group["lr"] for group in run.optimizer.param_groups], scheduler.get_last_lr())
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adamw-tensor-lr"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_made_after_prepare(name: str, optimizer: str, tmp_path: Path) -> None:

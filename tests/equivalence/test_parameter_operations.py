@@ -205,6 +205,7 @@ MODULES: list[MakeModel] = [
 ]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("make", MODULES)
 def test_a_module(make: MakeModel, setting: Setting, tmp_path: Path) -> None:
     compare(make, usual, adamw, setting, tmp_path)
@@ -295,6 +296,7 @@ def stop_gradient_sum(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return mean_square(model, x) * total
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(
     "loss",
     [
@@ -725,6 +727,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_kept(edit: Callable[[nn.Parameter], None], setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:

@@ -59,6 +59,7 @@ def measured(memory: int, directory: Path, *, early: bool, batch: int = 1, **set
     return after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written, after.memory_peak
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("early", [True, False], ids=["update in backward", "after backward"])
 @pytest.mark.parametrize("memory", [9 * MIB, 16 * MIB])
 def test_the_bytes_that_move_are_the_bytes_that_were_planned(memory: int, early: bool, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def assert_same_weights(expected: nn.Module, found: nn.Module) -> None:
 # ---------------------------------------------------------------------- stored in 16 bits, computed in 32
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
@@ -210,6 +211,7 @@ def check_edit(edit: str, factor: float, home: str, directory: Path) -> None:
     assert_same_weights(reference.model, model)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("home", HOMES)
 def test_edits_reach_the_master(home: str, edit: str, tmp_path: Path) -> None:
@@ -274,6 +276,7 @@ class SixteenBitReference(MasterReference):
                 parameter.copy_(master.to(self.stored))
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("stored", [None, "bfloat16"], ids=["stored float32", "stored bfloat16"])
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
@@ -355,6 +358,7 @@ def test_float16_trains_with_a_scaled_loss(home: str, stored: str | None, tmp_pa
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("changes", [{}, {"max_grad_norm": 0.1}, {"update": "after_backward"}], ids=str)
 @pytest.mark.parametrize("home", HOMES)
 def test_an_overflow_skips_the_step_and_halves_the_scale(home: str, changes: dict[str, Any], tmp_path: Path) -> None:

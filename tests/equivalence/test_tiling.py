@@ -136,6 +136,7 @@ def least_in_tiles(case: Case, above: int, optimizer: Any = sgd, **config: Any) 
 # ---------------------------------------------------------------------- models
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("factor", [2, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_in_tiles_train_as_whole_ones(name: str, factor: int, tmp_path: Path) -> None:
@@ -685,6 +686,7 @@ class Head(nn.Module):
         return self.head(self.words(x).sin())
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_logits(name: str, bias: bool, tmp_path: Path) -> None:

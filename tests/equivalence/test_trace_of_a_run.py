@@ -183,7 +183,14 @@ def test_it_is_written_when_the_model_is_gone(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("last", ["main()", "kept = main()", "main(); raise SystemExit(3)"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "kept = main(); raise SystemExit(3)",
+        pytest.param("main()", marks=pytest.mark.long),
+        pytest.param("kept = main()", marks=pytest.mark.long),
+    ],
+)
 def test_it_is_written_when_the_process_ends(last: str, tmp_path: Path) -> None:
     script = f"""
 import torch, zero_infinity as zi

@@ -398,6 +398,7 @@ def mixed_parameters(pair: Pair, generator: Optimizer, critic: Optimizer, logged
         logged.append(loss)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("update", ["auto", "after_backward"])
 @pytest.mark.parametrize("play", [adversarial, adversarial_frozen, one_loss, mixed_parameters])
 def test_two_models_and_two_optimizers(play: Adversaries, update: str, tmp_path: Path) -> None:
@@ -474,6 +475,7 @@ def test_the_fused_encoder_in_evaluation_is_close(tmp_path: Path) -> None:
     torch.testing.assert_close(*evaluated, rtol=0, atol=2e-6)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("make", [gpt2, llama, t5])
 def test_generate(make: Callable[[], nn.Module], options: dict[str, Any], tmp_path: Path) -> None:
@@ -574,6 +576,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("shared", [False, True], ids=["distinct", "shared"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint(use_reentrant: bool, shared: bool, setting: Setting, tmp_path: Path) -> None:
@@ -598,6 +601,7 @@ def test_checkpoint_of_functions_and_parts(use_reentrant: bool, setting: Setting
     compare(small, training(batch, loss), adamw, setting, tmp_path)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "bert"])
 def test_gradient_checkpointing_of_transformers(name: str, use_reentrant: bool, tmp_path: Path) -> None:
@@ -651,6 +655,7 @@ def clip_in_plain(run: Run, parameters: list[nn.Parameter]) -> torch.Tensor:
     return norm
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [3, 3, 2]], ids=["each", "accumulated"])
 @pytest.mark.parametrize("make", [small, ConvNet, lambda: ConvNet().to(memory_format=torch.channels_last)])
 def test_clipping_by_config(make: Callable[[], nn.Module], counts: list[int], setting: Setting, tmp_path: Path) -> None:
@@ -784,6 +789,7 @@ USES: dict[str, Callable[[Run], Any]] = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("name", USES)
 def test_gradients_are_used_between_backward_and_step(name: str, setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:
@@ -863,6 +869,7 @@ ZEROING: dict[str, Callable[[Run], None]] = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])
 @pytest.mark.parametrize("name", ZEROING)
 def test_gradients_last_until_they_are_zeroed(name: str, when: str, setting: Setting, tmp_path: Path) -> None:
@@ -1011,6 +1018,7 @@ class FailingInside(nn.Linear):
         return x
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("kind", [Trouble, KeyboardInterrupt])
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_failure_in_forward(kind: type[BaseException], when: int, setting: Setting, tmp_path: Path) -> None:

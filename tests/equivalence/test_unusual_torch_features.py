@@ -181,6 +181,7 @@ EDITORS: list[Callable[[int, int], nn.Module]] = [
 ]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("kind", EDITORS)
 def test_a_layer_that_edits_its_weight(kind: Callable[[int, int], nn.Module], setting: Setting, tmp_path: Path) -> None:
     def script(run: Run) -> None:
@@ -232,6 +233,7 @@ def test_codes_that_are_moved_by_hand(setting: Setting, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- calls past the hooks, and into themselves
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("name", ["mlp", "conv", "lstm", "gru", "attention", "encoder", "tied"])
 def test_forward_called_directly(name: str, setting: Setting, tmp_path: Path) -> None:
     """`model.forward(x)` runs no hooks of the root's; `layer.forward(x)` none of the layer's."""
@@ -390,6 +392,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("name", MODES)
 def test_modes(name: str, setting: Setting, tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_errors_of_load_state_dict_are_the_plain_ones(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- copies and pickles
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("name", ["mlp", "conv", "tied", "gpt2", "lstm", "attention"])
 def test_a_deep_copy_is_a_plain_model(name: str, setting: Setting, tmp_path: Path) -> None:
     """It trains on its own, and leaves the original as it is."""
@@ -232,6 +233,7 @@ def test_pickling_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- conversions
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(
     "convert",
     [
@@ -253,6 +255,7 @@ def test_conversions_that_change_nothing(convert: Callable[[nn.Module], Any], se
     compare(small, script, adamw, setting, tmp_path)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(
     "convert",
     [

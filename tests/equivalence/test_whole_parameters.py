@@ -151,6 +151,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("setting", [FITS_RAM, MINIMAL], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_five_steps_are_bit_identical(name: str, setting: Setting, tmp_path: Path) -> None:

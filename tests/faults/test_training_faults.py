@@ -69,6 +69,7 @@ def step(
 # ---------------------------------------------------------------------- the drive
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("update", ["auto", "after_backward"])
 @pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE], ids=lambda direction: direction.value)
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
@@ -462,16 +463,10 @@ else:
 
 
 @pytest.mark.parametrize("repeats", [1, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "ways",
-    [
-        ("trained", "mid-step", "forward only", "prepared", "built"),
-        ("error", "sys.exit", "thread", "accelerator", "bfloat16"),
-    ],
-    ids=["where training is", "how it ends"],
-)
-def test_the_end_of_the_interpreter_needs_no_cleaning_up(ways: tuple[str, ...], repeats: int, tmp_path: Path) -> None:
+def test_the_end_of_the_interpreter_needs_no_cleaning_up(repeats: int, tmp_path: Path) -> None:
     """Wherever training is when the script ends: no hang, no traceback, no abort, nothing in the directory."""
+    ways = ("trained", "mid-step", "forward only", "prepared", "built")
+    ways += ("error", "sys.exit", "thread", "accelerator", "bfloat16")
     code, output, errors = children.run(EXITS, str(tmp_path), str(repeats), *ways)
     assert code == 0, errors
     codes: dict[str, list[str]] = {}

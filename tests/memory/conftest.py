@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +14,6 @@ from zero_infinity.policy import chunk_size, homes
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # modules live for ever: the collections below need not look at them
     yield
     torch.set_num_threads(before)
 

@@ -53,6 +53,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- within the budget, at every moment
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(
     "changes",
     [{}, {"update": "after_backward", "max_grad_norm": 0.1}, {"param_dtype": "bfloat16", "compute_dtype": "float32"}],

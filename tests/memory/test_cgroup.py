@@ -43,7 +43,7 @@ def make(depth):
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-def train(model, optimizer, num_steps=5):
+def train(model, optimizer, num_steps=3):
     losses = []
     for number in range(num_steps):
         x = torch.randn(8, 512, generator=torch.Generator().manual_seed(number))

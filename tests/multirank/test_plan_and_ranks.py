@@ -25,7 +25,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize(
     ("num_ranks", "memory", "early"),
-    [(2, 9 * MIB, True), pytest.param(2, 16 * MIB, False, marks=pytest.mark.long), (3, 9 * MIB, False)],
+    [(2, 9 * MIB, True), (2, 16 * MIB, False), pytest.param(3, 9 * MIB, False, marks=pytest.mark.long)],
 )
 def test_the_bytes_of_a_rank_are_those_that_were_planned(
     num_ranks: int, memory: int, early: bool, tmp_path: Path

@@ -13,18 +13,20 @@ from support.multirank import LEAST, Job, build, check, clip_by_config, orthogon
 from support.ranks import run_ranks
 
 
+@pytest.mark.parametrize("stages", [(1, 2), pytest.param((0, 3), marks=pytest.mark.long)])
 @pytest.mark.parametrize(("optimizer", "num_ranks"), thinned(["muon", "adafactor", "soap"], [2, 3]))
-def test_every_stage_on_ram_and_nvme(optimizer: str, num_ranks: int, tmp_path: Path) -> None:
+def test_every_stage_on_ram_and_nvme(optimizer: str, num_ranks: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     """The noise of sums of joined batches is amplified by an orthogonalisation, and is not compared."""
     every = [
         {"stage": stage, **({"memory": LEAST, "nvme": tmp_path} if stage % 2 else {"memory": "4MiB"})}
-        for stage in range(4)
+        for stage in stages
     ]
     check([Job(steps, optimizer=optimizer, settings=s) for s in every], num_ranks, joined=False)
 
 
-def test_clipping(tmp_path: Path) -> None:
-    every = [{"stage": s, "memory": LEAST, "nvme": tmp_path, "max_grad_norm": 0.05} for s in range(4)]
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.long)])
+def test_clipping(stages: tuple[int, ...], tmp_path: Path) -> None:
+    every = [{"stage": s, "memory": LEAST, "nvme": tmp_path, "max_grad_norm": 0.05} for s in stages]
     check([Job(clip_by_config, optimizer="adafactor", settings=s) for s in every], 2, exact=False, joined=False)
 
 

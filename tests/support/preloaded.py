@@ -18,6 +18,10 @@ import support.tensor_parallel
 import zero_infinity.api
 import zero_infinity.cli.train_loop
 from support.cpu_seeds import seed_the_cpu_only
+from support.device import IS_CPU
+
+if IS_CPU:
+    import support.trainers
 
 seed_the_cpu_only()
 

@@ -337,10 +337,15 @@ LOOKS = [Scenario("skips_a_layer", clip_by_call), Scenario("skips_a_layer", look
 CELLS = [(stage, home) for home in ("ram", "nvme") for stage in range(4)]
 
 
-def cell_of(number: int, num_ranks: int) -> list[tuple[int, str]]:
-    """The stages and homes at which a scenario runs in every run of the suite: two with two ranks, else one."""
+def cells_of(number: int, num_ranks: int) -> list[tuple[int, str]]:
+    """The stages and homes at which a scenario runs: two with two ranks, else one."""
     first = (3 * number + num_ranks) % len(CELLS)
     return [CELLS[first], CELLS[(first + 5) % len(CELLS)]] if num_ranks == 2 else [CELLS[first]]
+
+
+def short_cells_of(number: int, num_ranks: int) -> list[tuple[int, str]]:
+    """Those of them in every run of the suite: one with two ranks, and by turns one with one or with three."""
+    return cells_of(number, num_ranks)[:1] if num_ranks == 2 or number % 2 == num_ranks // 2 else []
 
 
 def settings_of(stage: int, home: str, directory: Path) -> dict[str, Any]:

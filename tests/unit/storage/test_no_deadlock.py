@@ -245,6 +245,7 @@ class Run:
         return "\n".join(lines)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("slack_pages", [0, 1, 5])
 @pytest.mark.parametrize("group", range(4))
 def test_whoever_keeps_the_sum_within_the_budget_never_deadlocks(group: int, slack_pages: int) -> None:
