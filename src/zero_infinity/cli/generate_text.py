@@ -137,8 +137,11 @@ def _inputs(job: GenerateJob, transformers: Any) -> tuple[Any, dict[str, torch.T
             f"{job.folder} has no config.json\n"
             "  fix:   a folder written by save_pretrained of transformers, or downloaded by hf download"
         )
+    _settings(job, transformers)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(job.folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            job.folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # noqa: BLE001 - whatever the tokenizer's own code raises
         raise ConfigError(
             f"{job.folder} has no tokenizer that can be read ({reason(error)})\n"
@@ -158,10 +161,22 @@ def _inputs(job: GenerateJob, transformers: Any) -> tuple[Any, dict[str, torch.T
     return tokenizer, {name: encoded[name] for name in names if name in encoded}
 
 
+def _settings(job: GenerateJob, transformers: Any) -> Any:
+    """The model's config. Code that comes with it ("auto_map") is not run, and nobody is asked whether it should be."""
+    try:
+        return transformers.AutoConfig.from_pretrained(job.folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - each model's config validates its values differently
+        raise ConfigError(
+            f"{job.folder} has no config.json that can be read ({reason(error)})\n"
+            "  fix:   a model that transformers has; code that comes with a model is not run"
+        ) from None
+
+
 def _model(job: GenerateJob, config: Config, transformers: Any) -> Any:
-    settings = transformers.AutoConfig.from_pretrained(job.folder, local_files_only=True)
-    seq2seq = settings.is_encoder_decoder
+    seq2seq = _settings(job, transformers).is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     with api.init(config):
-        model = kind.from_pretrained(job.folder, dtype=job.dtype or "auto", local_files_only=True)
+        model = kind.from_pretrained(
+            job.folder, dtype=job.dtype or "auto", local_files_only=True, trust_remote_code=False
+        )
     return api.prepare(model.eval(), config=config, device=job.device)
