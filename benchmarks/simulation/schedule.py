@@ -43,6 +43,8 @@ class Training:
     stage: int
     is_clipped: bool
     depth: int
+    num_parts: int  # backward passes for each step
+    is_loaded: bool  # the checkpoint is loaded after the last step, which is then taken again
 
     @property
     def needs(self) -> str:
@@ -69,9 +71,10 @@ class Schedule:
 
     def __str__(self) -> str:
         training = self.training
-        saves = "background" if self.in_background else "foreground"
+        saves = f"{'background' if self.in_background else 'foreground'} save{', load' if training.is_loaded else ''}"
+        parts = f", {training.num_parts} backwards a step" if training.num_parts > 1 else ""
         return (
-            f"seed {self.seed}: {training.num_ranks} ranks, stage {training.stage}, {saves} save, {self.fault.value}"
+            f"seed {self.seed}: {training.num_ranks} ranks, stage {training.stage}{parts}, {saves}, {self.fault.value}"
             f"{f' (rank {self.victim})' if self.fault is not Fault.NOTHING else ''}"
         )
 
@@ -83,8 +86,13 @@ def draw(seed: int, bug: Bug | None = None) -> Schedule:
     stage = choice.choice([0, 1, 2, 3]) if num_ranks > 1 else 3
     # Over several ranks a norm is a sum of the shards' sums, and its last bit is not plain PyTorch's.
     is_clipped = num_ranks == 1 and choice.random() < 0.25
-    training = Training(num_ranks, stage, is_clipped, choice.choice([3, 4]))
+    depth = choice.choice([3, 4])
+    # From a generator of their own: the others draw for a seed what they did before.
+    more = random.Random(f"training {seed}")
+    training = Training(num_ranks, stage, is_clipped, depth, more.choice([1, 1, 2]), is_loaded=more.random() < 0.25)
     fault = choice.choice([Fault.NOTHING, *Fault])
+    if fault is Fault.NOTHING and more.random() < 0.5:
+        fault = Fault.KILL
     if num_ranks == 1 and fault in (Fault.KILL, Fault.SILENCE):
         fault = Fault.NOTHING
     if bug is Bug.IGNORED_FSYNC:

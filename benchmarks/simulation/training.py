@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,20 +54,39 @@ def plain(training: Training) -> list[Weights]:
     optimizer = _optimizer(model)
     found = [weights_of(model)]
     for step in range(NUM_STEPS):
-        sums: list[torch.Tensor] = []
-        for rank in range(training.num_ranks):
-            grads = torch.autograd.grad(_loss(model, step, rank), list(model.parameters()))
-            sums = (
-                [total + grad for total, grad in zip(sums, grads, strict=True)] if sums else [*map(torch.clone, grads)]
-            )
-        for parameter, total in zip(model.parameters(), sums, strict=True):
-            parameter.grad = total / training.num_ranks if training.num_ranks > 1 else total
+        for parameter, gradient in zip(model.parameters(), _gradients(training, model, step), strict=True):
+            parameter.grad = gradient
         if training.is_clipped:
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         found.append(weights_of(model))
     return found
+
+
+def _gradients(training: Training, model: nn.Module, step: int) -> list[torch.Tensor]:
+    """Gradients of a step, averaged over ranks at each backward, or once for the step (stages 0 and 1)."""
+
+    def of(rank: int, part: int) -> list[torch.Tensor]:
+        loss = _loss(model, step * training.num_parts + part, rank)
+        return [gradient.clone() for gradient in torch.autograd.grad(loss, list(model.parameters()))]
+
+    ranks, parts = range(training.num_ranks), range(training.num_parts)
+    if training.stage < 2:
+        return _average([_sum([of(rank, part) for part in parts]) for rank in ranks])
+    return _sum([_average([of(rank, part) for rank in ranks]) for part in parts])
+
+
+def _sum(several: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    totals = several[0]
+    for more in several[1:]:
+        totals = [total + gradient for total, gradient in zip(totals, more, strict=True)]
+    return totals
+
+
+def _average(by_rank: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    totals = _sum(by_rank)
+    return [total / len(by_rank) for total in totals] if len(by_rank) > 1 else totals
 
 
 class Prepared:
@@ -87,10 +107,21 @@ class Prepared:
     def run(self, *, in_background: bool) -> Weights:
         """Train, and save on the way; returns the final weights."""
         for step in range(NUM_STEPS):
-            _loss(self.model, step, self._rank).backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self._step(step)
             if step + 1 == SAVED_STEP:
                 zi.save(self._saved, self.model, self._optimizer, background=in_background)
+        if self._training.is_loaded:
+            zi.load(self._saved, self.model, self._optimizer)
+            for step in range(SAVED_STEP, NUM_STEPS):
+                self._step(step)
         zi.synchronize(self.model)
         return weights_of(self.model)
+
+    def _step(self, step: int) -> None:
+        num_parts = self._training.num_parts
+        for part in range(num_parts):
+            is_last = part == num_parts - 1
+            with nullcontext() if is_last else self._optimizer.no_sync():
+                _loss(self.model, step * num_parts + part, self._rank).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()

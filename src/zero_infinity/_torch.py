@@ -287,6 +287,18 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", None) else step
 
 
+def share_step_hooks(optimizer: Optimizer, other: Optimizer) -> None:
+    """A step of `other` calls the step hooks of both, also later ones. In public they can only be added. torch 2.13."""
+    other._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    other._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+
+
+def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks to call before and after `state_dict()`. torch 2.13 has no way to call them without making one."""
+    before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    return list(before.values()), list(after.values())
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell a learning-rate scheduler that this optimizer has stepped; otherwise it warns. torch 2.13."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

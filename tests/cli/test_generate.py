@@ -96,11 +96,18 @@ def test_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["num_tokens"] >= 1
 
 
+def _with_code(folder: Path) -> None:
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text("raise SystemExit('this code was run')")
+
+
 @pytest.mark.parametrize(
     ("prepare", "text"),
     [
         (lambda folder: None, "has no config.json"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'), "has no tokenizer"),
+        (lambda folder: _with_code(folder), "that can be read (The repository"),
     ],
 )
 def test_what_is_missing_in_a_folder(

@@ -138,6 +138,23 @@ def test_storage_error_is_its_message_alone(command: types.ModuleType, capsys: p
     assert capsys.readouterr().err == "SwapSpaceError: nvme='/x': 2.0 GiB is needed\n"
 
 
+def test_the_fix_is_spelt_as_options_of_the_command(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = 'memory is 1 KiB\n  fix:   nvme="/path/on a/drive", or memory="12MiB" or more; zi.Config(stage=3)'
+    command.__dict__["action"] = raising(CapacityError(message))
+    assert main(["probe"]) == 1
+    said = capsys.readouterr().err
+    assert "memory is 1 KiB\n  fix:   --nvme /path/on a/drive, or --memory 12MiB or more; zi.Config(stage=3)" in said
+
+
+def test_a_wrong_value_is_not_hidden_behind_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--steps", "x"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("zero-infinity train: error: argument --steps: 'x' is not an integer of at least 1\n  fix:")
+    assert said.count("\n") == 2
+
+
 def test_other_errors_keep_their_traceback(command: types.ModuleType) -> None:
     command.__dict__["action"] = raising(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):

@@ -54,7 +54,7 @@ def test_a_terminal_gets_a_bar_and_a_table() -> None:
     for part in (
         "step 3/20",
         "━",
-        "2.10 / 1.20 GB/s",
+        "2.1 GB/s / 1.2 GB/s",
         "3.0 MiB of 4.0 MiB",
         "3%",
         "2 m 05 s",

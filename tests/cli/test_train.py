@@ -205,7 +205,7 @@ def test_mistakes_are_told_without_a_traceback(
 def test_too_small_a_budget_says_what_would_do(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *TINY, "--steps", "1", "--memory", "8KiB"]) == 1
     assert "CapacityError: " in (error := capsys.readouterr().err)
-    assert "fix:   memory=" in error
+    assert "fix:   --memory " in error
     assert main(["train", *TINY, "--steps", "1", "--memory", "768KiB", "--nvme", "none"]) == 1
     assert "there is no nvme to put the rest on" in capsys.readouterr().err
     assert os.listdir(here) == []

@@ -539,3 +539,49 @@ def test_rounding_into_float16_is_refused(settings: dict[str, Any], message: str
 def test_a_dtype_that_is_none_is_refused_by_the_config(field: str, value: Any) -> None:
     with pytest.raises(zi.ConfigError, match=rf"{field}=.*accepted.*bfloat16"):
         zi.Config(memory="8MiB", **{field: value})
+
+
+# ---------------------------------------------------------------------- several dtypes in one model
+
+
+class Casting(nn.Module):
+    """Parameters of three dtypes in one module, between layers of two; outputs are cast as a policy would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.middle = nn.Linear(16, 16).bfloat16()
+        self.matrix = nn.Parameter(torch.randn(16, 16))
+        self.rounded = nn.Parameter(torch.randn(16, 16).bfloat16())
+        self.exact = nn.Parameter(torch.randn(16).double())
+        self.middle.register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
+        self.middle.register_forward_hook(lambda _, __, output: output.float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.first(x).tanh()) @ self.matrix
+        return (x.tanh().bfloat16() @ self.rounded).double() * self.exact
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_each_parameter_keeps_its_dtype(home: str, tmp_path: Path) -> None:
+    """Those of 16 bits have master weights; the others are updated as they are."""
+    case = Case(Casting, vectors(16), lambda model, x: model(x).square().mean())
+    plain = moved(made(case))
+    trained = [p.detach().float().clone().requires_grad_() if p.itemsize == 2 else p for p in plain.parameters()]
+    reference = OPTIMIZERS["sgd"](trained)
+    model, optimizer = prepared(case, OPTIMIZERS["sgd"], tmp_path, home)
+    for data in map(on_device, batches(case)):
+        loss = case.loss(plain, data)
+        loss.backward()
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), trained, strict=True):
+                if master is not p and p.grad is not None:
+                    master.grad, p.grad = p.grad.float(), None
+        reference.step()
+        reference.zero_grad()
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), trained, strict=True):
+                p.copy_(master)
+        assert same_bits(loss.detach(), train_step(case, model, optimizer, data))
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16, torch.float64}
+    assert_same_weights(plain, model)

@@ -202,6 +202,10 @@ class Result:
     stats: zi.Stats | None = None
 
 
+# Forward and backward of one rank's part of a batch; returns the loss.
+Action = Callable[[nn.Module, Any], torch.Tensor]
+
+
 class Training:
     """A model and an optimizer, as a script sees them."""
 
@@ -226,13 +230,21 @@ class Training:
             self.model.load_state_dict(copied(self.job.start[0]))
             self.optimizer.load_state_dict(copied(self.job.start[1]))
 
-    def loss(self, number: int, rank: int) -> torch.Tensor:
-        """The loss of one rank's part of a batch."""
+    def data(self, number: int, rank: int) -> Any:
+        """One rank's part of a batch. Random numbers that are drawn next belong to it."""
         data = self.case.batch(number * self.num_ranks + rank)
         torch.manual_seed(1000 * number + rank)
-        return self.case.loss(self.model, data)
+        return data
+
+    def loss(self, number: int, rank: int) -> torch.Tensor:
+        """The loss of one rank's part of a batch."""
+        return self.case.loss(self.model, self.data(number, rank))
 
     def backward(self, number: int, *, scale: float = 1.0, sync: bool = True) -> None:
+        raise NotImplementedError
+
+    def act(self, number: int, action: Action) -> None:
+        """As `backward`, for an action that calls it in its own way."""
         raise NotImplementedError
 
     def clip(self, max_norm: float, *, by_call: bool = False) -> None:
@@ -302,6 +314,9 @@ class Prepared(Training):
                 return memory
             memory += int(most)
 
+    def act(self, number: int, action: Action) -> None:
+        self.losses.append([action(self.model, self.data(number, self.rank)).item()])
+
     def backward(self, number: int, *, scale: float = 1.0, sync: bool = True) -> None:
         loss = self.loss(number, self.rank)
         self.losses.append([loss.item()])
@@ -345,12 +360,9 @@ class Plain(Training):
             for p, master in self.masters.items():
                 p.copy_(master.to(self.stored_dtype))
 
-    def loss(self, number: int, rank: int) -> torch.Tensor:
-        if self.dtype is None:
-            return super().loss(number, rank)
-        data = self.case.batch(number * self.num_ranks + rank).to(self.dtype)
-        torch.manual_seed(1000 * number + rank)
-        return self.case.loss(self.model, data)
+    def data(self, number: int, rank: int) -> Any:
+        data = super().data(number, rank)
+        return data if self.dtype is None else data.to(self.dtype)
 
     def backward(self, number: int, *, scale: float = 1.0, sync: bool = True) -> None:
         if self.order is Order.JOINED:
@@ -358,14 +370,21 @@ class Plain(Training):
             self.losses.append([loss.item() for loss in losses])
             (torch.stack(losses).mean() * scale).backward()
             return
+
+        def backward(model: nn.Module, data: Any) -> torch.Tensor:
+            loss = self.case.loss(model, data)
+            (loss * scale).backward()
+            return loss
+
+        self.act(number, backward)
+
+    def act(self, number: int, action: Action) -> None:
         losses = []
         for rank, sums in enumerate(self.sums):
             before = {p: p.grad for p in self.model.parameters()}
             for p in self.model.parameters():
                 p.grad = None
-            loss = self.loss(number, rank)
-            losses.append(loss.item())
-            (loss * scale).backward()
+            losses.append(action(self.model, self.data(number, rank)).item())
             for p in self.model.parameters():
                 if p.grad is not None:
                     new = p.grad.float()

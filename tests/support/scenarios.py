@@ -352,6 +352,10 @@ def settings_of(stage: int, home: str, directory: Path) -> dict[str, Any]:
     return {"stage": stage, **({"memory": LEAST, "nvme": directory} if home == "nvme" else {"memory": "4MiB"})}
 
 
+# Parameters that are stored in bfloat16, computed in float32 and optimized in float32.
+ROUNDED = {"param_dtype": "bfloat16", "compute_dtype": "float32"}
+
+
 def check_table(table: Sequence[tuple[Scenario, int, str]], num_ranks: int, directory: Path) -> None:
     """Run every scenario at its stage and home, in one launch, and compare each with its oracle."""
     jobs = [scenario.job(settings_of(stage, home, directory)) for scenario, stage, home in table]

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from zero_infinity.checkpoint.regular_files import open_regular
 from zero_infinity.errors import CheckpointError, StorageError, TransferError
 from zero_infinity.policy.alignment import ALIGNMENT, round_up
 from zero_infinity.storage.pages import address_of, move_bytes
@@ -35,7 +36,7 @@ class OpenFile:
         with storage_errors(path, "open"):
             flags = os.O_RDWR if writable else os.O_RDONLY
             self._direct = _open_direct(path, flags)
-            self._descriptor = os.open(path, flags)
+            self._descriptor = open_regular(path, flags)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +110,7 @@ class OpenFile:
 def _open_direct(path: Path, flags: int) -> int | None:
     """A descriptor for direct I/O; None if the file system does not support it."""
     try:
-        return os.open(path, flags | os.O_DIRECT)
+        return open_regular(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from zero_infinity.byte_sizes import format_bytes
+from zero_infinity.checkpoint.regular_files import open_regular
 from zero_infinity.checkpoint.strict_json import JsonFields, parse
 from zero_infinity.errors import CheckpointError, StorageError
 
@@ -78,7 +79,7 @@ def compose(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, di
 def read_header(path: Path) -> tuple[bytes, dict[str, HeaderEntry]]:
     """A file's header as bytes, and its tensors; all numbers are checked against each other and the file's size."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             length = int.from_bytes(first, "little")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zero_infinity.byte_sizes import format_bytes
+from zero_infinity.checkpoint.regular_files import open_regular
 from zero_infinity.errors import CheckpointError, StorageError
 
 Kind = TypeVar("Kind")
@@ -17,7 +18,7 @@ _MAX_NAME = 4096  # characters; a module path of a hundred levels has a tenth of
 def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file that should be small."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             data = file.read(limit + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from zero_infinity.checkpoint.manifest import MODEL, OPTIMIZER, OptimizerEntry, StateEntry
 from zero_infinity.checkpoint.rank_parts import Key, ModelContents, state_key
+from zero_infinity.checkpoint.saved_settings import problems_of
 from zero_infinity.checkpoint.verify import OpenCheckpoint, StoredTensor
 from zero_infinity.errors import CheckpointError
 
@@ -99,6 +100,9 @@ def _match_optimizer(
             [f"had groups of {sizes[0]} parameters and now has {sizes[1]}, or different parameters in them"],
         )
         return
+    for number, (group, settings) in enumerate(zip(optimizer.param_groups, entry.groups, strict=True)):
+        wrong = problems_of(optimizer, group, settings.settings)
+        problems.add("settings that are no settings of the optimizer", (f"group {number}: {one}" for one in wrong))
     for saved_name, state in entry.states.items():
         name = own_name(contents, checkpoint, saved_name)
         if name is None:

@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import re
+
 from zero_infinity.errors import ConfigError, TornStepError, UsageError, ZeroInfinityError
+
+# Of settings that are options of the same name: memory="12MiB", nvme="/path".
+_SETTING = re.compile(r"\b(memory|nvme)=(?:\"([^\"\n]*)\"|([^\s,\"]+))")
 
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
@@ -28,4 +33,12 @@ def exit_code(error: BaseException) -> int:
 
 def describe(error: ZeroInfinityError | KeyboardInterrupt) -> str:
     """The text printed for `error`."""
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {_as_options(str(error))}"
+
+
+def _as_options(message: str) -> str:
+    """Spell the settings in the fix of a message as the options that a command has for them."""
+    problem, fix, rest = message.partition("\n  fix:   ")
+    return problem + fix + _SETTING.sub(lambda found: f"--{found[1]} {found[2] or found[3]}", rest)

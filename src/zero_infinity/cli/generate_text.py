@@ -96,7 +96,7 @@ def generate(job: GenerateJob, config: Config, *, shown: bool) -> Generated:
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    tokenizer, inputs = _inputs(job)
+    tokenizer, inputs = _inputs(job, transformers)
     model = _model(job, config, transformers)
     inputs = {name: value.to(next(model.parameters()).device) for name, value in inputs.items()}
     asked: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -131,7 +131,9 @@ def generate(job: GenerateJob, config: Config, *, shown: bool) -> Generated:
     return generated
 
 
-def _inputs(job: GenerateJob) -> tuple[Any, dict[str, torch.Tensor]]:
+def _inputs(job: GenerateJob, transformers: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    if (job.folder / "config.json").is_file():
+        _settings(job, transformers)  # before the tokenizer, which would read it, too
     tokenizer = read_tokenizer(job.folder)
     prompts: list[str] = job.prompt
     if job.chat:
@@ -145,10 +147,22 @@ def _inputs(job: GenerateJob) -> tuple[Any, dict[str, torch.Tensor]]:
     return tokenizer, {name: encoded[name] for name in names if name in encoded}
 
 
+def _settings(job: GenerateJob, transformers: Any) -> Any:
+    """The model's config. Code that comes with it ("auto_map") is not run, and nobody is asked whether it should be."""
+    try:
+        return transformers.AutoConfig.from_pretrained(job.folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - each model's config validates its values differently
+        raise ConfigError(
+            f"{job.folder} has no config.json that can be read ({reason(error)})\n"
+            "  fix:   a model that transformers has; code that comes with a model is not run"
+        ) from None
+
+
 def _model(job: GenerateJob, config: Config, transformers: Any) -> Any:
-    settings = transformers.AutoConfig.from_pretrained(job.folder, local_files_only=True)
-    seq2seq = settings.is_encoder_decoder
+    seq2seq = _settings(job, transformers).is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     with api.init(config):
-        model = kind.from_pretrained(job.folder, dtype=job.dtype or "auto", local_files_only=True)
+        model = kind.from_pretrained(
+            job.folder, dtype=job.dtype or "auto", local_files_only=True, trust_remote_code=False
+        )
     return api.prepare(model.eval(), config=config, device=job.device)

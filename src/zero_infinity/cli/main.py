@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
+from typing import NoReturn
 
 from zero_infinity import __version__
 from zero_infinity.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_MISTAKE, describe, exit_code
@@ -85,6 +86,13 @@ def _run(argv: list[str]) -> int:
     return int(arguments.run(arguments))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong without the whole usage, which would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_MISTAKE, f"{self.prog}: error: {message}\n  fix:   see {self.prog} --help\n")
+
+
 def _check_options(argv: Sequence[str], own: argparse.ArgumentParser) -> None:
     """Suggest the nearest option for one that does not exist; argparse only repeats it."""
     known = _options_of(own) | {"--version"}
@@ -108,7 +116,7 @@ def _options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def _build_parser(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser | None]:
     """A parser with all options of `command`, and only the names of the others; and that of the command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="zero-infinity",
         description="Train PyTorch models far larger than memory, on accelerator, host RAM and NVMe together.",
         epilog=EPILOG,

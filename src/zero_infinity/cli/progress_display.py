@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from rich import progress as rich_progress
 from rich.console import Console
 
-from zero_infinity.byte_sizes import format_bytes, format_seconds
+from zero_infinity.byte_sizes import format_bytes, format_rate, format_seconds
 
 # Between two updates of a transfer: on a terminal, and as lines.
 _REFRESH_SECONDS = 0.1
@@ -52,7 +52,7 @@ class Step:
         return (
             f"{self.tokens_per_second:,.0f} tokens/s",
             f"memory {format_bytes(self.memory_held)}{most} of {format_bytes(self.memory_budget)}",
-            f"NVMe {self.read_bytes_per_second / 1e9:.2f} / {self.write_bytes_per_second / 1e9:.2f} GB/s",
+            f"NVMe {format_rate(self.read_bytes_per_second)} / {format_rate(self.write_bytes_per_second)}",
             f"wait {self.wait_fraction:.0%}  left {_format_left(self.seconds_left)}",
         )
 

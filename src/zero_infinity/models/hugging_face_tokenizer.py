@@ -39,7 +39,9 @@ def read_tokenizer(folder: Path) -> Any:
             "  fix:   a folder written by save_pretrained of transformers, or downloaded by hf download"
         )
     try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # noqa: BLE001 - whatever the tokenizer's own code raises
         raise ConfigError(
             f"{folder} has no tokenizer that can be read ({reason(error)})\n"

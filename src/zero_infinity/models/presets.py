@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import math
 from dataclasses import dataclass
 
+from zero_infinity.byte_sizes import parse_count
 from zero_infinity.errors import ConfigError
 
 VOCABULARY = 256  # one token per byte
@@ -61,9 +62,18 @@ def preset(name: str) -> Shape:
     by_name = {known.lower(): shape for known, shape in PRESETS.items()}
     if name.lower() in by_name:
         return by_name[name.lower()]
-    near = difflib.get_close_matches(name.lower(), by_name, n=1)
-    hint = f"did you mean {near[0].upper()}? " if near else ""
+    near = _nearest(name)
+    hint = f"did you mean {near}? " if near else ""
     raise ConfigError(f"there is no preset {name!r}; {hint}there are: {', '.join(PRESETS)}")
+
+
+def _nearest(name: str) -> str | None:
+    """The preset with about as many parameters; None if the name is no count."""
+    try:
+        count = parse_count(name)
+    except ConfigError:
+        return None
+    return min(PRESETS, key=lambda known: abs(math.log(max(1, count) / parse_count(known))))
 
 
 def _divisors(number: int) -> list[int]:

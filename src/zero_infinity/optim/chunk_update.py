@@ -24,6 +24,7 @@ from zero_infinity.optim.update_rule import Hyperparameters, Scalars, UpdateRule
 from zero_infinity.params.unit import ManagedParameter
 from zero_infinity.storage.block import Block
 from zero_infinity.storage.block_store import BlockStore
+from zero_infinity.tiers.rounded_copies import take_edits
 from zero_infinity.trace import UPDATE, Category, Trace
 
 
@@ -294,12 +295,6 @@ def advanced(
     result = rule.apply(nothing, nothing.clone(), state, record.scalars_of(parameter), hyperparameters)
     names, scalars = tuple(result), split_state(result, nothing.shape)[1]
     return counted(record, parameter, names, scalars) if record.rounds else (names, scalars)
-
-
-def take_edits(master: torch.Tensor, stored: torch.Tensor) -> None:
-    """Copy user changes of `stored` into the master weights."""
-    # Only the elements that changed: the other master weights have more bits than the stored values.
-    torch.where(master.to(stored.dtype) == stored, master, stored.to(master.dtype), out=master)
 
 
 def part_of(memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:

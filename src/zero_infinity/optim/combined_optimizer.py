@@ -6,7 +6,7 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +80,11 @@ def combine_optimizers(*optimizers: Optimizer) -> CombinedOptimizer:
         An optimizer that also works without `prepare`.
     """
     return CombinedOptimizer(*optimizers)
+
+
+def owner_of_group(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    """The optimizer that updates the group: `optimizer` itself, or one that it combines."""
+    return optimizer.members[group[_OWNER]] if isinstance(optimizer, CombinedOptimizer) else optimizer
 
 
 def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:

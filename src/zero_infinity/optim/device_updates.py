@@ -14,12 +14,13 @@ import torch
 from torch.optim import Optimizer
 
 from zero_infinity.disable_modes import ordinary_tensors
-from zero_infinity.optim.chunk_update import advanced, take_edits
+from zero_infinity.optim.chunk_update import advanced
 from zero_infinity.optim.device_gradients import DeviceGradients
 from zero_infinity.optim.state_records import MASTER, StateRecord
 from zero_infinity.optim.update_rule import Hyperparameters, UpdateRule, hyperparameters_of, split_state
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.params.unit_values import ValueSources
+from zero_infinity.tiers.rounded_copies import take_edits
 
 # The kernels of many parameters at once take temporary memory of a few times their size.
 _MOST_TOGETHER = 64 << 20

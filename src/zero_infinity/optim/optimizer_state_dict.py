@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_infinity._torch import copy_without_step_hooks
+from zero_infinity.errors import UsageError
 from zero_infinity.optim.combined_optimizer import CombinedOptimizer
+from zero_infinity.optim.nested_state import flat_state
 from zero_infinity.optim.optimizer_state_io import OptimizerStateIO
 from zero_infinity.optim.resident_params import ResidentParameters
 from zero_infinity.optim.state_records import StateRecord
@@ -63,6 +65,9 @@ class OptimizerStateDict:
             if known is not None:
                 self._state_io.check_state(known, state)
         self.optimizer.load_state_dict(state_dict)
+
+    def take_loaded(self) -> None:
+        """The user's optimizer has loaded a state dict: its states replace those in records."""
         self._state_io.forget_states()
         self.take_states()
 
@@ -79,6 +84,16 @@ class OptimizerStateDict:
         pairs = zip(keys, parameters, strict=False)  # the optimizer checks the lengths
         return {p: state_dict["state"][key] for key, p in pairs if key in state_dict["state"]}
 
+    def check_nothing_set(self) -> None:
+        """Raise if states were set on the user's own optimizer, where no update sees them."""
+        state = self.optimizer.state
+        found = next((known for p, known in self._managed.items() if state.get(p)), None) if state else None
+        if found is not None:
+            raise UsageError(
+                f"the optimizer state of {found.name!r} was set on the optimizer that was given to zi.prepare, whose "
+                "states are not used\n  fix:   set it on the optimizer that zi.prepare has returned"
+            )
+
     def take_states(self) -> None:
         """Move states of the user's optimizer into records."""
         state = self.optimizer.state
@@ -92,6 +107,30 @@ class OptimizerStateDict:
         """Return the state of one parameter, in memory; None if it has none yet."""
         known = managed(parameter)
         return self._state_io.read_state(known) if known is not None else self._resident.state(parameter)
+
+    def is_managed(self, parameter: torch.Tensor) -> bool:
+        """True if the state is kept in records."""
+        return managed(parameter) is not None
+
+    def flat_state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of one parameter by flat names, in memory."""
+        return flat_state(self.state_of(parameter) or {})
+
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Replace the state of one parameter."""
+        known = managed(parameter)
+        if known is None:
+            self.optimizer.state[parameter] = state
+        else:
+            self._state_io.write_state(known, state)
+
+    def forget_state(self, parameter: torch.Tensor) -> None:
+        """Reset one parameter to the state before its first step."""
+        known = managed(parameter)
+        if known is None:
+            self.optimizer.state.pop(parameter, None)
+        else:
+            self._state_io.forget_state(known)
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         known = managed(parameter)

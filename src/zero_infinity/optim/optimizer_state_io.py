@@ -12,7 +12,6 @@ import torch
 from zero_infinity.comm.channel import Channel
 from zero_infinity.comm.topics import SCALARS, Topic
 from zero_infinity.errors import UsageError
-from zero_infinity.optim.chunk_update import take_edits
 from zero_infinity.optim.nested_state import flat_state, nested_state, tensors_of
 from zero_infinity.optim.state_records import MASTER, Chunk, Segment, StateRecord
 from zero_infinity.optim.state_slots import check_forms
@@ -21,6 +20,7 @@ from zero_infinity.params.dtensor import like, local_of
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.partition import Span
 from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.rounded_copies import take_edits
 
 
 class OptimizerStateIO:
@@ -137,6 +137,13 @@ class OptimizerStateIO:
         for record in self._records.values():
             record.started.clear()
             record.scalars.clear()
+
+    def forget_state(self, parameter: ManagedParameter) -> None:
+        """Reset one parameter to the state before its first step."""
+        for part in parameter.parts:
+            record = self._records[part.unit]
+            record.started.pop(part, None)
+            record.scalars.pop(part, None)
 
     def restore_scalars(self, parameter: ManagedParameter, names: tuple[str, ...], scalars: dict[str, Any]) -> None:
         """Set the scalars of a state whose tensors are in the record's blocks. `names` are those of both, in order."""

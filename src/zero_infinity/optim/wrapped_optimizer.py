@@ -6,17 +6,20 @@ that backward has not submitted yet and returns without waiting for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from zero_infinity._torch import mark_stepped
+from zero_infinity._torch import mark_stepped, share_step_hooks, state_dict_hooks
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.combined_optimizer import single_optimizers
 from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
+from zero_infinity.optim.user_states import StreamedStates
 
 
 class StreamedTraining(Protocol):
@@ -37,49 +40,48 @@ class StreamedTraining(Protocol):
     def accumulating(self) -> AbstractContextManager[None]: ...
 
 
-class StreamedStates(Mapping[torch.Tensor, dict[str, Any]]):
-    """A read-only view of what the plain optimizer's `state` would be; tensors are copies."""
-
-    def __init__(self, states: OptimizerStateDict) -> None:
-        self._states = states
-
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state = self._states.state_of(parameter)
-        if state is None:
-            raise KeyError(parameter)
-        return state
-
-    def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, torch.Tensor) and self._states.has_state(parameter)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        parameters = (p for group in self._states.optimizer.param_groups for p in group["params"])
-        return filter(self._states.has_state, parameters)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 class StreamedOptimizer(Optimizer):
     """Updates parameters whose states live in blocks, with the class of the user's optimizer."""
 
     def __init__(self, engine: StreamedTraining, optimizer: Optimizer) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
-        self.param_groups = optimizer.param_groups
         self._engine = engine
         self._skipped = False
+        share_step_hooks(optimizer, self)
+        self_reference = weakref.ref(self)  # the user's optimizer may outlive this one
+
+        def loaded(_: Optimizer) -> None:
+            streamed = self_reference()
+            if streamed is not None:
+                streamed.engine.settle()
+                streamed.engine.states.take_loaded()
+
+        optimizer.register_load_state_dict_post_hook(loaded)
 
     @property  # type: ignore[override]
-    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """The states, each read on access.
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        """The states, each read on access; changes are kept.
 
         torch.distributed.checkpoint runs a step with zero gradients if an optimizer has no state.
         """
-        return StreamedStates(self._engine.states)
+        return StreamedStates(self._engine)
 
     @state.setter
-    def state(self, _: object) -> None:
-        """Ignored: the base class sets an empty state in its `__init__`."""
+    def state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        if hasattr(self, "_engine"):  # the base class sets an empty state in its `__init__`
+            StreamedStates(self._engine).replace(states)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the user's optimizer, which schedulers change through either."""
+        return self._engine.states.optimizer.param_groups if hasattr(self, "_engine") else self._own_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.states.optimizer.param_groups = groups
+        else:
+            self._own_groups = groups
 
     @property
     def engine(self) -> StreamedTraining:
@@ -105,6 +107,7 @@ class StreamedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._engine.states.check_nothing_set()
         self._skipped = not self._engine.step()
         # A scheduler created on the plain optimizer checks whether that optimizer has stepped.
         for optimizer in single_optimizers(self._engine.states.optimizer):
@@ -131,15 +134,35 @@ class StreamedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states in memory, in the form of the plain optimizer's `state_dict()`."""
+        hooks = [state_dict_hooks(one) for one in (self._engine.states.optimizer, self)]
+        for before, _ in hooks:
+            for pre_hook in before:
+                pre_hook(self)
         self._engine.settle()
-        return self._engine.states.state_dict()
+        found = self._engine.states.state_dict()
+        for _, after in hooks:
+            for post_hook in after:
+                found = post_hook(self, found) or found
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of a plain optimizer's `state_dict()`."""
         self._engine.settle()
         self._engine.states.load_state_dict(state_dict)
-        # Loading creates new groups, which schedulers change through either optimizer.
-        self.param_groups = self._engine.states.optimizer.param_groups
+
+    def register_load_state_dict_pre_hook(
+        self, hook: Callable[[Optimizer, dict[str, Any]], dict[str, Any] | None], prepend: bool = False
+    ) -> RemovableHandle:
+        """As torch's: called before `load_state_dict`."""
+        plain = self._engine.states.optimizer
+        return plain.register_load_state_dict_pre_hook(lambda _, states: hook(self, states), prepend)
+
+    def register_load_state_dict_post_hook(
+        self, hook: Callable[[Optimizer], None], prepend: bool = False
+    ) -> RemovableHandle:
+        """As torch's: called after `load_state_dict`."""
+        plain = self._engine.states.optimizer
+        return plain.register_load_state_dict_post_hook(lambda _: hook(self), prepend)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a streamed optimizer cannot be pickled or copied\n  fix:   use optimizer.state_dict()")

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 
 from zero_infinity.params.unit import ManagedParameter, Unit
-from zero_infinity.tiers.device_cache import DeviceCache, round_to_stored
+from zero_infinity.tiers.device_cache import DeviceCache
 from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.rounded_copies import round_to
 
 
 class UnitValues(Protocol):
@@ -190,7 +191,7 @@ class CopiedValues:
 
     def keep(self, parameter: ManagedParameter, flat: torch.Tensor) -> None:
         self._cache.write_home(parameter.unit, flat)
-        round_to_stored(parameter.unit, parameter.of(flat))
+        round_to(parameter.unit.dtype, parameter.of(flat))
 
     def may_change(self, unit: Unit) -> None:
         self._cache.may_change(unit)

@@ -78,10 +78,12 @@ class SwapFile:
                 self._grow_unreserved(size, free)
         except OSError as error:
             self.cut(self.size)
+            fix = "free some space there, or give a directory on a larger drive"
+            if error.errno == errno.EFBIG:
+                fix = "raise the limit of the size of files (ulimit -f), or use a file system with larger files"
             message = (
                 f"nvme={self.directory!r}: {format_bytes(size - self.size)} of swap space is needed, "
-                f"{format_bytes(free)} is free ({error.strerror})\n"
-                "  fix:   free some space there, or give a directory on a larger drive"
+                f"{format_bytes(free)} is free ({error.strerror})\n  fix:   {fix}"
             )
             raise SwapSpaceError(error.errno, message, self.directory) from error
         self.size = size

@@ -75,9 +75,10 @@ class DeviceCopy:
     def is_ready(self) -> bool:
         return self._ready.is_set()
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is ready; False if it was not within `seconds`."""
         with through():
-            self._ready.wait()
+            return self._ready.wait(seconds)
 
     def use(self) -> torch.Tensor:
         """Return the elements, for what this thread launches from now on; raises the error of a failed copy."""
@@ -150,6 +151,7 @@ class Copier:
         self._store = store
         self._changed = threading.Condition(threading.Lock())
         self._num_pending = 0
+        self._without_room_since: float | None = None
         self._failed: BaseException | None = None  # a collective failed: none runs after that
         self._tasks: queue.SimpleQueue[_Task | _Pause | None] = queue.SimpleQueue()
         # Oldest first: the block it reads, and what keeps that in memory.
@@ -178,6 +180,11 @@ class Copier:
             and source.dtype == source.compute_dtype
             and bool(self._store.file_ranges(source.the_block()))
         )
+
+    def seconds_without_room(self) -> float:
+        """How long the thread has been waiting for memory for a copy now; for any thread."""
+        since = self._without_room_since
+        return time.perf_counter() - since if since is not None else 0.0
 
     def submit(self, number: int, name: str, copies: list[DeviceCopy]) -> None:
         """Make these copies together. The blocks of those that are not direct are held for reading until then."""
@@ -309,8 +316,15 @@ class Copier:
         if copy.is_dropped:
             self._pass_over(source.the_block())
             return
-        copy.memory = self.device.allocate(_num_bytes(source))
+        self._allocate(copy)
         copy.made(self._load(copy, source.num_elements, copy.flat()))
+
+    def _allocate(self, copy: DeviceCopy) -> None:
+        self._without_room_since = time.perf_counter()
+        try:
+            copy.memory = self.device.allocate(_num_bytes(copy.source))
+        finally:
+            self._without_room_since = None
 
     def _read_directly(self, copy: DeviceCopy, direct: DirectReader) -> None:
         """Read a copy from the home of its block. An update drops the copy before it changes the block."""
@@ -319,7 +333,7 @@ class Copier:
             self._finish_oldest()
         if not self._store.wait_for_home(block, unless=lambda: copy.is_dropped):
             return
-        copy.memory = self.device.allocate(_num_bytes(copy.source))
+        self._allocate(copy)
         self.device.uploaded().wait()  # no stream knows of the read: what has used the memory before must be done
         start = time.perf_counter()
         direct.read(copy.flat(), self._store.file_ranges(block))
@@ -376,7 +390,7 @@ class Copier:
             wholes: list[tuple[torch.Tensor, Sequence[Span]]] = []
             for copy in task.copies:
                 source = copy.source
-                copy.memory = self.device.allocate(_num_bytes(source))
+                self._allocate(copy)
                 whole = copy.flat()
                 if source.dtype != source.compute_dtype:
                     whole = torch.empty(source.num_elements, dtype=source.dtype, device=whole.device)

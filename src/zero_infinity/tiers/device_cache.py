@@ -18,10 +18,12 @@ from zero_infinity.comm.channel import Channel
 from zero_infinity.engine_parts import PolicyFactory
 from zero_infinity.errors import CapacityError
 from zero_infinity.policy.cache_policy import NoRoomError
+from zero_infinity.storage.block_waits import STUCK_SECONDS
 from zero_infinity.tiers.compute_device import ComputeDevice
 from zero_infinity.tiers.copier import Copier, CopySource, DeviceCopy, copy_size
 from zero_infinity.tiers.direct_read import DirectReader
 from zero_infinity.tiers.host_cache import HostCache
+from zero_infinity.tiers.rounded_copies import round_to, take_edits
 from zero_infinity.tiers.tier import Tier
 from zero_infinity.tiers.unit_gather import UnitGather
 from zero_infinity.trace import COPIES, HOST
@@ -84,7 +86,17 @@ class CopyMover:
 
     def wait(self, group: CopyGroup) -> None:
         for copy in self._copies[group.key].values():
-            copy.wait()
+            while not copy.wait(STUCK_SECONDS):
+                # This thread waits, so it can drop no tensor and no copy.
+                if self._copier.seconds_without_room() > STUCK_SECONDS:
+                    raise self._held_error(group)
+
+    def _held_error(self, group: CopyGroup) -> CapacityError:
+        return CapacityError(
+            f"{group.name!r} needs {format_bytes(group.held_bytes)} where it is computed, and there is no room: it is "
+            "taken by tensors over parameters (p.detach(), p.data, views) that were kept from before an update\n"
+            "  fix:   drop them before the step, or keep copies: p.detach().clone()"
+        )
 
     def moved(self, cached_bytes: int) -> None:
         trace = self._host_cache.store.trace
@@ -123,22 +135,23 @@ class CopyMover:
         for copy in [copy for copies in self._copies.values() for copy in copies.values() if copy.is_written]:
             flat = copy.flat()
             self.write_home(copy.source, flat)
-            round_to_stored(copy.source, flat)
+            round_to(copy.source.dtype, flat)
 
     def discard(self, group: CopyGroup) -> None:
         for copy in self._copies.pop(group.key, {}).values():
             self._copier.drop(copy)
 
     def write_home(self, source: CopySource, flat: torch.Tensor) -> None:
-        """Write the values of a copy to the unit's block."""
+        """Write what differs in a copy to the unit's block, whose other elements may have more bits."""
         with self._host_cache.writing(source.the_block()) as memory:
             mine = flat[source.stored.start : source.stored.stop]
+            stored = memory.view(source.dtype)[: len(mine)]
             if source.the_block().on_device is not None:
-                memory.view(source.dtype)[: len(mine)].copy_(mine)
+                take_edits(stored, mine)
                 return
             here, transfer = self._copier.device.download(mine)
             transfer.wait()
-            memory.view(source.dtype)[: len(mine)].copy_(here)
+            take_edits(stored, here)
 
 
 class DeviceCache:
@@ -288,12 +301,6 @@ class DeviceCache:
     def drain(self) -> None:
         """Wait until every started copy is made."""
         self.copier.drain()
-
-
-def round_to_stored(source: CopySource, part: torch.Tensor) -> None:
-    """Round an edited copy to the stored precision: extra bits would be missing from the next copy."""
-    if source.dtype != source.compute_dtype:
-        part.copy_(part.to(source.dtype))
 
 
 def make_device_cache(

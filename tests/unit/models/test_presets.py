@@ -33,6 +33,10 @@ def test_names_in_either_case() -> None:
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no preset '1.4B'; did you mean 1.3B\? there are: 1M, 5M"):
         preset("1.4B")
+    with pytest.raises(ConfigError, match=r"no preset '3M'; did you mean 5M\?"):
+        preset("3M")
+    with pytest.raises(ConfigError, match=r"no preset '300m'; did you mean 350M\?"):
+        preset("300m")
     with pytest.raises(ConfigError, match="no preset 'huge'; there are: 1M"):
         preset("huge")
 

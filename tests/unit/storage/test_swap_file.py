@@ -198,7 +198,7 @@ def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, old[1]))
     try:
-        with pytest.raises(SwapSpaceError, match="File too large"):
+        with pytest.raises(SwapSpaceError, match=r"File too large.*\n  fix:   raise the limit of the size of files"):
             device.extend(2 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
