@@ -10,7 +10,7 @@ WORKERS ?= 4
 ON_DEVICE := TEST_DEVICE=lag PATH="$(CURDIR)/$(BIN):$$PATH"
 ON_DEVICE_FILES := $(patsubst %,tests/equivalence/test_%.py,models deferred_init)
 MORE_ON_DEVICE := $(patsubst %,tests/equivalence/test_%.py,resume parameter_operations precision activation_checkpointing inference \
-	from_pretrained foreign_training foreign_optimizers deferred_init_in_tiles loss_scaling activation_offload)
+	from_pretrained foreign_training foreign_optimizers deferred_init_in_tiles loss_scaling activation_offload tiling)
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.compare import adamw, assert_identical, run_plain, run_prepared, sgd, training, wait_for_end
+from support.compare import adamw, assert_identical, let_engines_end, run_plain, run_prepared, sgd, training
 from support.device import DEVICE, EXTENSION, WHY_NOT, on_device
 from support.models import mean_square
 from torch import nn
@@ -105,7 +105,7 @@ def steady(how: dict[str, Any], watch: Callable[[], None] = lambda: None, **chan
 
 @pytest.mark.parametrize("how", BOTH, ids=NAMES)
 def test_threads_that_compute_never_wait_for_the_device(how: dict[str, Any]) -> None:
-    wait_for_end(set())  # an engine that closes waits, too
+    let_engines_end()  # an engine that closes waits, too
     others: list[int] = []
 
     def watch() -> None:

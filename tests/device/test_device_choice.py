@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compare import adamw, wait_for_end
+from support.compare import adamw, engine_threads, wait_for_end
 from support.device import DEVICE, WHY_NOT
 from torch import nn
 
@@ -77,14 +77,14 @@ class KeepsItsOutput(nn.Module):
 
 def test_a_model_that_keeps_its_output_can_go() -> None:
     """Its graph refers to its parameters, and they must not refer to the model."""
-    wait_for_end(set())
+    before = engine_threads()
 
     def use() -> None:
         model, optimizer = zi.prepare(model := KeepsItsOutput(), adamw(model), zi.Config(memory="8MiB"), device=DEVICE)
         trained(model, optimizer, DEVICE)
 
     use()
-    wait_for_end(set())
+    wait_for_end(before)
 
 
 def test_a_device_by_name() -> None:

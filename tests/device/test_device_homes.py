@@ -20,9 +20,9 @@ from support.compare import (
     assert_same,
     compare,
     copied,
+    let_engines_end,
     sgd,
     training,
-    wait_for_end,
 )
 from support.device import DEVICE, EXTENSION, WHY_NOT, moved, on_device
 from support.homes import living_on_device
@@ -339,7 +339,7 @@ def counts_of_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 @pytest.mark.parametrize("config", [{}, {"max_grad_norm": 0.1}, {"gradient_accumulation_steps": 1}], ids=str)
 def test_nothing_moves_and_nobody_waits_if_all_lives_on_the_device(config: dict[str, Any]) -> None:
-    wait_for_end(set())  # an engine that closes waits for the device
+    let_engines_end()  # an engine that closes waits for the device
     model = net()
     model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="8MiB", device_memory="4MiB", **config))
     assert homes(model) == {Home.DEVICE}
@@ -373,7 +373,7 @@ def test_only_units_on_the_host_move_at_any_device_memory(device_memory: int) ->
 
 
 def test_clipping_waits_once_if_some_live_on_the_host() -> None:
-    wait_for_end(set())  # an engine that closes waits for the device
+    let_engines_end()  # an engine that closes waits for the device
     model = net()
     with living_on_device(every_second):
         model, optimizer = zi.prepare(

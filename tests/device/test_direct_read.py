@@ -145,6 +145,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     store.settle()
     yield made
     drive.may_write.set()
+    worker.close()
     copier.close()
     store.close()
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.compare import FITS_RAM, HALF, MINIMAL, Setting, adamw, compare, sgd, training, wait_for_end
+from support.compare import FITS_RAM, HALF, MINIMAL, Setting, adamw, compare, let_engines_end, sgd, training
 from support.device import DEVICE, EXTENSION, WHY_NOT
 from support.homes import living_on_device
 from support.matrix import thinned
@@ -181,7 +181,7 @@ def test_no_asynchronous_copy_from_unpinned_memory(tmp_path: Path) -> None:
 
 def test_the_computing_threads_never_wait_for_the_device() -> None:
     """Other threads wait for copies; those that launch kernels do not."""
-    wait_for_end(set())  # an engine that closes waits, too
+    let_engines_end()  # an engine that closes waits, too
     waits: list[str] = []
     torch.manual_seed(0)
     model = llama()

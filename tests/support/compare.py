@@ -382,6 +382,13 @@ def nothing_left() -> Iterator[None]:
     wait_for_end(before)
 
 
+def let_engines_end() -> None:
+    """Give engines of earlier tests, which may be closing, a moment to end: they wait for their device."""
+    patience = time.monotonic() + 1.0
+    while gc.collect() >= 0 and engine_threads() and time.monotonic() < patience:
+        time.sleep(0.01)
+
+
 def wait_for_end(before: set[threading.Thread]) -> None:
     """Wait until no thread is alive of an engine that was made since `before`."""
     patience = time.monotonic() + SECONDS

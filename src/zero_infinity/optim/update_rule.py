@@ -54,7 +54,7 @@ class UpdateRule:
         for values, gradient, state in slices:
             values.grad = gradient
             if state:
-                self._stepper.state[values] = state
+                self._stepper.state[values] = {n: _placed(v, values, hyperparameters) for n, v in state.items()}
         # Cloned: an optimizer may count in a tensor, and the next slices need the settings of the same step.
         group = {**hyperparameters_of(hyperparameters), "params": [values for values, _, _ in slices]}
         self._stepper.param_groups = [group]
@@ -83,6 +83,14 @@ class UpdateRule:
         """The settings of the group after the last update."""
         found: Hyperparameters = self._stepper.param_groups[0]
         return found
+
+
+def _placed(value: Any, values: torch.Tensor, hyperparameters: Hyperparameters) -> Any:
+    """Return a state where this update needs it: a step count that was loaded may come from another kind of place."""
+    if not isinstance(value, torch.Tensor) or value.dim() > 0 or value.device == values.device:
+        return value
+    counts_there = values.is_cpu or hyperparameters.get("fused") or hyperparameters.get("capturable")
+    return value.to(values.device) if counts_there else value
 
 
 def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:
