@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -111,8 +112,8 @@ POINTS = (
         PublishedPoint(f"RTX 4090, Llama 8B offloaded, batch {batch}, {label}", seconds, "s", plan, note)
         for batch, seconds in ((8, 8.967), (16, 11.934), (32, 18.299))
         for label, plan, note in (
-            ("the profile's rate", lambda batch=batch: _llama(batch, None), _SLOPE),
-            ("at the peak", lambda batch=batch: _llama(batch, 165e12), _PEAK),
+            ("the profile's rate", partial(_llama, batch, None), _SLOPE),
+            ("at the peak", partial(_llama, batch, 165e12), _PEAK),
         )
     ),
     PublishedPoint(
@@ -120,17 +121,17 @@ POINTS = (
         "blocks only; forward and backward. Its time cannot be said: no data sheet has what this card achieves",
     ),
     PublishedPoint(
-        "RTX PRO 6000, Qwen3 4B: a step", 5.63, "s", lambda: _qwen(whole_step=True),
+        "RTX PRO 6000, Qwen3 4B: a step", 5.63, "s", partial(_qwen, whole_step=True),
         "of it 4.06 s after backward: 30 bytes a parameter at 150 GB/s are 0.8 s, they take five times that",
     ),
     PublishedPoint(
-        "RTX PRO 6000, Qwen3 4B: forward and backward", 1.57, "s", lambda: _qwen(whole_step=False),
+        "RTX PRO 6000, Qwen3 4B: forward and backward", 1.57, "s", partial(_qwen, whole_step=False),
         "8 x 4.02e9 x 4,096 operations in 1.57 s are 84 TFLOP/s, 17% of the peak: one sequence at a time",
     ),
     *(
         PublishedPoint(
             f"8 H200, 30B-A3B offloaded, {tokens // 1024}K tokens", seconds, "s",
-            lambda tokens=tokens: _experts(tokens),
+            partial(_experts, tokens),
             "assumes parameters on the devices and tokens of one device; the step without offload takes "
             f"{without} s of it, which experts of 768 columns explain: the profile's rate is of large products",
         )

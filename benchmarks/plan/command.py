@@ -89,8 +89,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("plan", help="the planner against runs on this machine", epilog=_EPILOG)
     parser.add_argument("directory", metavar="DIR", type=Path, help="where the swap space goes")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name has this in it")
-    parser.add_argument("--random", type=int, metavar="N", help="N configurations at random instead, predicted first")
-    parser.add_argument("--seed", type=int, default=24, metavar="N", help="of --random (default 24)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.json there")
     parser.set_defaults(run=run)
@@ -104,14 +102,6 @@ def run(args: argparse.Namespace) -> int:
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory} is not a directory")
     directory: Path = args.directory.absolute()
-    if args.random is not None:
-        from benchmarks.plan.random_runs import compare
-
-        content = compare(directory, args.seed, args.random, as_json=args.json)
-        if args.json:
-            print(content)
-        keep(content, "plan_random", args.out)
-        return 0
     origin = provenance(directory)
     drive = measure_drive([str(directory)], _DRIVE_BYTES)
     block = block_cpu_seconds(str(directory), drive.cpu_seconds_per_byte)

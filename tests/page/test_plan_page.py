@@ -13,7 +13,7 @@ import pytest
 
 from zero_infinity.cli.main import main
 
-SWEEP = ("batch=1,2,3,4,6,8,12,16,24,32", "accumulation=1,2,3,4,8", "interval=0,1", "hardware=rtx4090,dgx-a100,laptop")
+SWEEP = ("batch=1,2,4,8,32", "accumulation=1,2,8", "interval=0,1", "hardware=rtx4090,dgx-a100,laptop")
 MODEL = (
     "--layers",
     "4",
