@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from zero_infinity import api
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
-from zero_infinity.models.hugging_face_tokenizer import read_tokenizer
+from zero_infinity.models.hugging_face_tokenizer import ADAPTER_CONFIG, read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +146,26 @@ def _inputs(job: GenerateJob) -> tuple[Any, dict[str, torch.Tensor]]:
     return tokenizer, {name: encoded[name] for name in names if name in encoded}
 
 
+def _base_of(folder: Path) -> Path:
+    """The folder of the weights: for adapters that of their base."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    name = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(name, str) or not (Path(name) / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has adapters for {name!r}, which is no folder with a config.json\n"
+            f'  fix:   the folder of that model as "base_model_name_or_path" in {folder / ADAPTER_CONFIG}'
+        )
+    return Path(name)
+
+
 def _model(job: GenerateJob, config: Config, transformers: Any) -> Any:
-    settings = transformers.AutoConfig.from_pretrained(job.folder, local_files_only=True)
+    base = _base_of(job.folder)
+    settings = transformers.AutoConfig.from_pretrained(base, local_files_only=True)
     seq2seq = settings.is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     with api.init(config):
-        model = kind.from_pretrained(job.folder, dtype=job.dtype or "auto", local_files_only=True)
+        model = kind.from_pretrained(base, dtype=job.dtype or "auto", local_files_only=True)
+    if base != job.folder:
+        model = import_module("peft").PeftModel.from_pretrained(model, job.folder)
     return api.prepare(model.eval(), config=config, device=job.device)
