@@ -121,6 +121,28 @@ def test_answers_of_conversations_are_learnt_as_in_plain_pytorch(
     assert AutoTokenizer.from_pretrained(tmp_path / "tuned").chat_template == TEMPLATE
 
 
+def test_what_was_adapted_generates(
+    folder: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = tmp_path / "tuned"
+    options = ["--model", folder, "--data", chats, "--lora", 4, "--lr", 0.1, "--steps", 5, "--nvme", "none"]
+    train(capsys, *options, "--output", tuned)
+    asked = ["generate", str(tuned), "--prompt", "w1 w2 w3", "--max-new-tokens", "6", "--nvme", "none", "--json"]
+    assert main(asked) == 0
+    ours = json.loads(capsys.readouterr().out)["texts"]
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    plain = peft.PeftModel.from_pretrained(base, tuned)
+    tokenizer = AutoTokenizer.from_pretrained(tuned)
+    tokens = plain.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert ours == [tokenizer.decode(tokens[0, 3:], skip_special_tokens=True)]
+    with plain.disable_adapter():
+        without = plain.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert not torch.equal(tokens, without)
+    (tuned / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert main(asked) == EXIT_MISTAKE
+    assert "has adapters for 'elsewhere', which is no folder" in capsys.readouterr().err
+
+
 def test_adapters_are_saved_without_the_base_and_resumed(
     folder: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

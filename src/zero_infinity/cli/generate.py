@@ -26,8 +26,9 @@ examples:
   zero-infinity generate ~/models/llama --prompt "What is a cache?" --chat --max-new-tokens 200
   zero-infinity generate ~/models/llama --prompt "One" "Two" "Three" --json
 
-The folder has config.json, *.safetensors and a tokenizer, as save_pretrained of transformers writes them. What does not
-fit in --memory is read once for each token and for all prompts together. One process; no torchrun.
+The folder has config.json, *.safetensors and a tokenizer, as save_pretrained of transformers writes them; or adapters,
+as PEFT and train --lora --output write them: then the base is read from the folder that they name. What does not fit in
+--memory is read once for each token and for all prompts together. One process; no torchrun.
 """
 
 

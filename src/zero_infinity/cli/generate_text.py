@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ import torch
 from zero_infinity import api
 from zero_infinity.config import Config
 from zero_infinity.errors import ConfigError
-from zero_infinity.models.hugging_face_tokenizer import read_tokenizer
+from zero_infinity.models.hugging_face_config import reason
+from zero_infinity.models.hugging_face_tokenizer import ADAPTER_CONFIG, read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def generate(job: GenerateJob, config: Config, *, shown: bool) -> Generated:
 
 def _inputs(job: GenerateJob, transformers: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     if (job.folder / "config.json").is_file():
-        _settings(job, transformers)  # before the tokenizer, which would read it, too
+        _settings(job.folder, transformers)  # before the tokenizer, which would read it, too
     tokenizer = read_tokenizer(job.folder)
     prompts: list[str] = job.prompt
     if job.chat:
@@ -147,22 +149,36 @@ def _inputs(job: GenerateJob, transformers: Any) -> tuple[Any, dict[str, torch.T
     return tokenizer, {name: encoded[name] for name in names if name in encoded}
 
 
-def _settings(job: GenerateJob, transformers: Any) -> Any:
+def _settings(folder: Path, transformers: Any) -> Any:
     """The model's config. Code that comes with it ("auto_map") is not run, and nobody is asked whether it should be."""
     try:
-        return transformers.AutoConfig.from_pretrained(job.folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - each model's config validates its values differently
         raise ConfigError(
-            f"{job.folder} has no config.json that can be read ({reason(error)})\n"
+            f"{folder} has no config.json that can be read ({reason(error)})\n"
             "  fix:   a model that transformers has; code that comes with a model is not run"
         ) from None
 
 
+def _base_of(folder: Path) -> Path:
+    """The folder of the weights: for adapters that of their base."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    name = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(name, str) or not (Path(name) / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has adapters for {name!r}, which is no folder with a config.json\n"
+            f'  fix:   the folder of that model as "base_model_name_or_path" in {folder / ADAPTER_CONFIG}'
+        )
+    return Path(name)
+
+
 def _model(job: GenerateJob, config: Config, transformers: Any) -> Any:
-    seq2seq = _settings(job, transformers).is_encoder_decoder
+    base = _base_of(job.folder)
+    seq2seq = _settings(base, transformers).is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     with api.init(config):
-        model = kind.from_pretrained(
-            job.folder, dtype=job.dtype or "auto", local_files_only=True, trust_remote_code=False
-        )
+        model = kind.from_pretrained(base, dtype=job.dtype or "auto", local_files_only=True, trust_remote_code=False)
+    if base != job.folder:
+        model = import_module("peft").PeftModel.from_pretrained(model, job.folder)
     return api.prepare(model.eval(), config=config, device=job.device)

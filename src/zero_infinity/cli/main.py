@@ -24,18 +24,18 @@ from zero_infinity.errors import ConfigError, ZeroInfinityError
 
 # Command (also the name of its module) -> the line that --help shows.
 COMMANDS = {
-    "doctor": "check this machine: accelerators, direct I/O, memory, limits",
+    "doctor": "check this machine: accelerators, direct I/O, limits",
     "train": "train a model whose states are larger than memory",
-    "export": "write the weights of a checkpoint as a Hugging Face folder",
+    "export": "write a checkpoint's weights as a Hugging Face folder",
     "generate": "generate text with a model larger than memory",
     "convert-config": "turn a DeepSpeed config into one of zero-infinity",
-    "convert-checkpoint": "write the weights of a DeepSpeed checkpoint as safetensors",
+    "convert-checkpoint": "convert a DeepSpeed checkpoint to safetensors",
     "plan": "predict memory per tier and step time before training",
     "simulate": "simulate a training step on given hardware",
     "report": "make an HTML page from a trace",
-    "bench": "measure this machine: drives, accelerator, hardware profile",
+    "bench": "measure this machine: drives, accelerator, profile",
     "paper": "recompute the tables and figures of the ZeRO papers",
-    "completion": "print a script with which a shell completes these commands",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 EPILOG = """\

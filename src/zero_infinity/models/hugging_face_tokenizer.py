@@ -15,6 +15,7 @@ from typing import Any
 from zero_infinity.errors import ConfigError
 from zero_infinity.models.hugging_face_config import reason
 
+ADAPTER_CONFIG = "adapter_config.json"  # instead of config.json in a folder of adapters, as PEFT writes it
 NOT_LEARNT = -100  # the label that losses of torch and transformers leave out
 
 
@@ -33,7 +34,7 @@ def read_tokenizer(folder: Path) -> Any:
         import transformers
     except ImportError:
         raise ConfigError("tokenizers need transformers\n  fix:   pip install 'zero-infinity[hf]'") from None
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
             f"{folder} has no config.json\n"
             "  fix:   a folder written by save_pretrained of transformers, or downloaded by hf download"
