@@ -72,7 +72,7 @@ class TrainingEngine:
         self.loss_scale, self._step = training.loss_scale, training.step
         self.activations, self.cache = self._built.activations, self._built.cache
         model.__dict__["zero_grad"] = ZeroGradients(model, self)
-        self.parameter_store.closers.append(refuse_others())
+        refuse_others()
         if training.scaling is not None:
             self.parameter_store.closers.append(training.scaling.end_step)
         self.parameter_store.closers.append(self.background_save.close)  # closed before everything that it uses

@@ -6,7 +6,8 @@ optimizer's step and every module that becomes part of another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,18 +26,14 @@ from zero_infinity.params.unit import ManagedParameter
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
-def refuse_others() -> Callable[[], None]:
-    """Refuse others from now on; the result ends it."""
-    handles = (
-        register_optimizer_step_pre_hook(refuse_step),
-        register_module_module_registration_hook(refuse_wrapping),
-    )
+@functools.cache
+def refuse_others() -> None:
+    """Refuse others from now on, in the whole process.
 
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    Never ended: engines close on another thread, and torch's own may be iterating over the hooks.
+    """
+    register_optimizer_step_pre_hook(refuse_step)
+    register_module_module_registration_hook(refuse_wrapping)
 
 
 def refuse_step(optimizer: Optimizer, _: Any, __: Any) -> None:
