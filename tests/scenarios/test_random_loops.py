@@ -6,13 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.behaviours import ACCUMULATES, OF_VALUES, OPTIMIZERS, STEPS, Loop
 from support.compare import assert_same
 from support.multirank import Prepared, plain_part, prepared_part, run_plain
-from support.scenarios import CELLS, ROUNDED, Scenario, check_table
+from support.scenarios import ROUNDED, Scenario
 
 import zero_infinity as zi
 from zero_infinity.api import close
@@ -21,9 +20,8 @@ MODELS = ["chain", "tied", "half frozen", "recomputed", "lstm", "weights stacked
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, *, refusable: bool = True) -> Scenario:
-    names = [name for name in STEPS if refusable or name not in ("skip", "clip", "halve", "keep")]
-    loop = Loop(tuple(draw(st.lists(st.sampled_from(names), min_size=3, max_size=8))))
+def scenarios(draw: st.DrawFn) -> Scenario:
+    loop = Loop(tuple(draw(st.lists(st.sampled_from([*STEPS]), min_size=3, max_size=8))))
     late: dict[str, Any] = {"update": "after_backward"} if draw(st.booleans()) else {}
     rounded = ROUNDED if not {*loop.steps} & OF_VALUES and draw(st.booleans()) else {}
     return Scenario(
@@ -53,12 +51,3 @@ def test_a_loop(scenario: Scenario, on_nvme: bool) -> None:
         finally:
             close(run.model)
         assert_same(str(scenario), plain_part(expected, 0), prepared_part(result))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@settings(max_examples=5)
-@given(st.lists(st.tuples(scenarios(refusable=False), st.sampled_from(CELLS)), min_size=10, max_size=10, unique_by=str))
-def test_loops_over_ranks(num_ranks: int, drawn: list[tuple[Scenario, tuple[int, str]]]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        check_table([(scenario, *cell) for scenario, cell in drawn], num_ranks, Path(directory))
