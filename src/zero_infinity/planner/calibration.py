@@ -21,7 +21,7 @@ class Basis(enum.Enum):
     ESTIMATED = "data sheets and estimates in the profile"
 
 
-# How far the measured step may be from the plan, as factors: of the comparisons in docs/planner.md.
+# How far the measured step may be from the plan, as factors: round numbers that no series of runs has confirmed yet.
 _RANGES = {Basis.TIMED: (0.85, 1.2), Basis.MEASURED: (0.75, 1.4), Basis.ESTIMATED: (0.6, 1.7)}
 
 
