@@ -30,7 +30,6 @@ from support.compare import (
 from support.models import ConvNet, images, mean_square, mlp, vectors
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
-from torch.testing._internal.common_optimizers import optim_db
 
 import zero_infinity as zi
 
@@ -368,32 +367,6 @@ def test_what_needs_more_than_updates_is_refused(kind: type[Optimizer], reason: 
         prepared(of(kind, lr=1e-2), tmp_path)
     assert kind.__name__ in str(refusal.value)
     assert "fix:" in str(refusal.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("info", optim_db, ids=lambda info: info.optim_cls.__name__)
-def test_every_optimizer_and_option_of_torchs_database(info: Any, tmp_path: Path) -> None:
-    """Each has the bits of plain PyTorch, or is refused by name."""
-    kind = info.optim_cls
-    three_steps = training(vectors(16), mean_square, num_steps=3)
-    for options in info.optim_inputs_func(device="cpu"):
-        make_optimizer = in_database(kind, options.kwargs)
-        if kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
-            with pytest.raises(zi.UsageError, match=f"{kind.__name__} cannot be streamed"):
-                prepared(make_optimizer, tmp_path)
-            continue
-        layers = functools.partial(mlp, width=16, depth=1)
-        compare(layers, three_steps, make_optimizer, FITS_RAM, tmp_path)
-
-
-def in_database(kind: type[Optimizer], options: dict[str, Any]) -> MakeOptimizer:
-    """Muon takes matrices only."""
-
-    def make_optimizer(model: nn.Module) -> Optimizer:
-        chosen = [p for p in model.parameters() if p.dim() == 2 or kind is not torch.optim.Muon]
-        return kind(chosen, **options)
-
-    return make_optimizer
 
 
 class SignMomentum(Optimizer):
