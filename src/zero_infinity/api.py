@@ -39,7 +39,7 @@ from zero_infinity.engine_stats import Stats
 from zero_infinity.errors import UsageError
 from zero_infinity.hugging_face_loading import one_tensor_at_a_time
 from zero_infinity.optim.no_updates import NoUpdates
-from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer
+from zero_infinity.optim.wrapped_optimizer import StreamedOptimizer, streamed_optimizer
 from zero_infinity.params.model_device import find_accelerator, move_unmanaged
 from zero_infinity.params.offloaded_param import managed
 from zero_infinity.params.unit import ManagedParameter
@@ -140,7 +140,7 @@ def prepare_with(
 ) -> tuple[Model, StreamedOptimizer]:
     """Internal: `prepare` with parts of the engine replaced. A model from `init_with` keeps the parts given there."""
     engine = _prepare(parts, model, optimizer, config, device, group, activation_group)
-    return model, StreamedOptimizer(engine, optimizer)
+    return model, streamed_optimizer(engine, optimizer)
 
 
 def _prepare(

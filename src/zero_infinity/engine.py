@@ -130,6 +130,15 @@ class TrainingEngine:
         if self._built.room is not None:
             self._built.room.end_step(self._num_steps)
 
+    def exchange_weights(self, method: str) -> None:
+        """Call `train()` or `eval()` of an optimizer that exchanges weights."""
+        self._built.unsharder.access.check_process()
+        with held():
+            self._built.training.exchange.run(method)
+            for source in self._sources():
+                source.end_cycle(same_order=False)
+            self.host_cache.end_cycle(same_order=False)
+
     def discard_gradients(self, *, set_to_none: bool) -> None:
         """Drop gradients for which no update was submitted, or set those that existed to zero."""
         self._built.unsharder.access.check_process()

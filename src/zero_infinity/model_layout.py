@@ -19,6 +19,7 @@ from zero_infinity.errors import CapacityError, UsageError
 from zero_infinity.optim.no_updates import is_trained
 from zero_infinity.optim.state_records import StateRecord, make_record
 from zero_infinity.optim.update_kind import UpdateKinds
+from zero_infinity.optim.update_rule import exchanges_weights
 from zero_infinity.params import offloaded_param
 from zero_infinity.params.environment import TrainingEnvironment
 from zero_infinity.params.find_parameters import find_parameters
@@ -129,7 +130,8 @@ def _lay_out(
     least_on_device = max((sum(map(copy_size, group)) for group in together), default=0)
     if accelerator is not None:
         _check_device_room(together, environment.device_memory or 0)
-    updated_here = {unit for unit, record in records.items() if record.wholes or record.rounds}
+    exchanges = exchanges_weights(kinds.optimizer)
+    updated_here = {unit for unit, record in records.items() if record.wholes or record.rounds or exchanges}
     on_device = _divide_device(
         dict(zip(units, sizes, strict=True)), together, buffers, environment, updated_here, trains=trains
     )
@@ -391,8 +393,8 @@ def _divide_device(
 ) -> DeviceDivision | None:
     """Choose the units that live on the accelerator, the same on every rank.
 
-    Those of which a parameter is updated whole, in its true shape, or rounded stochastically, are `updated_here`, on
-    the host.
+    Those of which a parameter is updated whole, in its true shape, rounded stochastically or exchanged are
+    `updated_here`, on the host.
     """
     sharding = environment.sharding
     by_owner = sharding.is_distributed and sharding.partition.kind == "owner"  # then ranks have other sizes

@@ -361,7 +361,7 @@ def prepared(make_optimizer: MakeOptimizer, directory: Path) -> Optimizer:
     ("kind", "reason"),
     [
         (torch.optim.LBFGS, "closure"),
-        (torch.optim.SparseAdam, "sparse gradients"),
+        (torch.optim.SparseAdam, "rows that a batch has touched"),
     ],
 )
 def test_what_needs_more_than_updates_is_refused(kind: type[Optimizer], reason: str, tmp_path: Path) -> None:

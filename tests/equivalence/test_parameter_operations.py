@@ -230,14 +230,6 @@ def test_embeddings(setting: Setting, tmp_path: Path) -> None:
     compare(Embeddings, training(tokens(), mean_square), adamw, setting, tmp_path)
 
 
-@cpu_only("the test device has no sparse tensors")
-def test_a_sparse_gradient_is_refused(tmp_path: Path) -> None:
-    model = nn.Embedding(96, 32, sparse=True)
-    model, _ = zi.prepare(model, sgd(model), zi.Config(memory="1MiB", nvme=tmp_path))
-    with pytest.raises(zi.UsageError, match="sparse=False"):
-        model(tokens()(0)).sum().backward()
-
-
 # ---------------------------------------------------------------------- in the loss
 
 

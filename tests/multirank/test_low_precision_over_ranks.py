@@ -1,4 +1,4 @@
-"""Quantised states and stochastic rounding over several ranks: stages, tiers and world sizes change no bit."""
+"""Quantised states, stochastic rounding and schedule-free weights over ranks: stages, tiers, world sizes change no bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.checkpoints import Seen, Stop, visit
 from support.compare import assert_same
-from support.multirank import LEAST, Job, check, steps
+from support.multirank import LEAST, Job, average, check, steps
 from support.ranks import run_ranks
 
 ROUNDED = {"param_dtype": "bfloat16", "compute_dtype": "float32", "master": "none", "optim_dtype": "bfloat16"}
@@ -36,6 +36,13 @@ def test_quantised_states(num_ranks: int, tmp_path: Path) -> None:
 def test_stochastic_rounding(optimizer: str, num_ranks: int, tmp_path: Path) -> None:
     jobs = [Job(steps, optimizer=optimizer, settings=s) for s in every_stage(tmp_path, **ROUNDED)]
     check(jobs, num_ranks, exact=False, joined=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_schedule_free(num_ranks: int, tmp_path: Path) -> None:
+    """All weights are exchanged with averaged ones, and back."""
+    jobs = [Job(average, optimizer="schedule-free", settings=s) for s in every_stage(tmp_path)]
+    check(jobs, num_ranks, joined=False)
 
 
 @pytest.mark.parametrize(("optimizer", "settings"), [("adamw8bit", {}), ("adamw", ROUNDED)], ids=["8bit", "rounded"])

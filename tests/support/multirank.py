@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_infinity as zi
 from support.compare import assert_same, copied, least_budget
-from support.models import CASES, Case, mean_square, vectors
+from support.models import CASES, Case, mean_square, tokens, vectors
 from support.rank_scripts import small_blocks
 from support.ranks import run_ranks
 from zero_infinity import model_layout as layout_module
@@ -121,8 +121,22 @@ class Drawn(nn.Module):
         return x
 
 
+class Words(nn.Module):
+    """Few words, so that most come on every rank."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(96, 32, sparse=sparse)
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(tokens % 16))
+
+
 MODELS: dict[str, Case] = {
     **CASES,
+    "words": Case(lambda: Words(sparse=False), tokens(), mean_square),
+    "sparse words": Case(lambda: Words(sparse=True), tokens(), mean_square),
     "odds": Case(Odds, vectors(), mean_square),
     "partial": Case(Partial, vectors(), mean_square),
     "reentrant": Case(lambda: Checkpointed(reentrant=True), vectors(), mean_square),
@@ -151,6 +165,13 @@ def adamw8bit(model: nn.Module) -> Optimizer:
     return made
 
 
+def schedule_free(model: nn.Module) -> Optimizer:
+    import schedulefree
+
+    made: Optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, eps=1e-4)
+    return made
+
+
 # An epsilon that noise in gradients which are zero (a bias in front of a norm) does not get past.
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
@@ -160,6 +181,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "muon": muon_and_adamw,
     "soap": soap,
     "adamw8bit": adamw8bit,
+    "schedule-free": schedule_free,
 }
 
 
@@ -544,6 +566,18 @@ def steps(run: Training, num_steps: int = 3) -> None:
     for number in range(num_steps):
         run.backward(number)
         run.step()
+
+
+def average(run: Training) -> None:
+    """Averaged weights are seen after every second step."""
+    optimizer: Any = run.optimizer
+    for number in range(4):
+        optimizer.train()
+        run.backward(number)
+        run.step()
+        if number % 2:
+            optimizer.eval()
+            run.log({name: copied(p.detach()) for name, p in run.model.named_parameters()})
 
 
 def accumulate(run: Training) -> None:

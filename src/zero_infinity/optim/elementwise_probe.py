@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.group_settings import advanced, same
-from zero_infinity.optim.probe_steps import PlainSteps, draw, first_line
+from zero_infinity.optim.parameter_probe import check_kept
+from zero_infinity.optim.probe_steps import PlainSteps, draw, first_line, probed_calls
 from zero_infinity.optim.update_rule import Scalars, UpdateRule, copy_scalars, hyperparameters_of, split_state
 
 # A matrix and a vector, cut into several slices with a tail that is not a multiple of the vector width; and a matrix
@@ -36,11 +37,12 @@ def probe_state_names(optimizer: Optimizer, group: dict[str, Any], dtype: torch.
             sliced = [
                 _Sliced(optimizer, group, start, cut) for start, (_, cut) in zip(starts, _SHAPES_AND_CUTS, strict=True)
             ]
-            for step, now in enumerate(gradients):
-                if step:
-                    whole.step(now)
+            for number, (now, method) in enumerate(probed_calls(optimizer, gradients)):
+                if number:
+                    whole.step(now, method)
                 for one, gradient in zip(sliced, now, strict=True):
-                    one.step(gradient)
+                    one.step(gradient, method)
+                check_kept(kind, whole)
                 _compare(kind, whole, sliced)
         except UsageError:
             raise
@@ -60,25 +62,27 @@ class _Sliced:
         self.values = start.clone()
         self.group = copy.deepcopy(hyperparameters_of(group))
         self.names: tuple[str, ...] = ()
-        self._rule = UpdateRule(optimizer)
+        self._optimizer = optimizer
+        self._rules = {"step": UpdateRule(optimizer)}
         self._cut = cut
         self._pieces = list(self.values.view(-1).split(cut))
         self._states: list[dict[str, torch.Tensor]] = [{} for _ in self._pieces]
         self._scalars: Scalars = {}
 
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: torch.Tensor, method: str) -> None:
+        rule = self._rules.setdefault(method, UpdateRule(self._optimizer, method))
         scalars: Scalars = {}
         for index, part in enumerate(gradient.view(-1).split(self._cut)):
             piece = self._pieces[index]
-            state = self._rule.apply(piece, part.clone(), self._states[index], copy_scalars(self._scalars), self.group)
+            state = rule.apply(piece, part.clone(), self._states[index], copy_scalars(self._scalars), self.group)
             self._states[index], scalars = split_state(state, piece.shape)
             self._check(piece, self._states[index], scalars)
             self.names = tuple(self._states[index])
         self._scalars = scalars
-        self.group.update(advanced(self._rule, self.group))
+        self.group.update(advanced(rule, self.group))
 
     def _check(self, piece: torch.Tensor, tensors: dict[str, torch.Tensor], scalars: Scalars) -> None:
-        kind = self._rule.kind
+        kind = type(self._optimizer).__name__
         for name, value in scalars.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise UsageError(_refusal(kind, f"state {name!r} does not have the parameter's shape"))

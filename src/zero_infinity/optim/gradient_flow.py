@@ -26,6 +26,7 @@ from zero_infinity.optim.device_updates import DeviceUpdates
 from zero_infinity.optim.flat_gradient import FlatGradient, download
 from zero_infinity.optim.gradient_lifetimes import GradientLifetimes
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.sparse_gradients import DenseGradients
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.step_cycle import StepCycle
 from zero_infinity.optim.update_submission import UpdateSubmission
@@ -61,6 +62,7 @@ class GradientFlow:
         self._device_updates = DeviceUpdates(parts.optimizer, parts.records, parts.sources)
         self._reserve = settings.reserve
         self._norms = settings.norms
+        self._dense = DenseGradients()
         self.cycle = StepCycle(parts.optimizer, settings.num_backwards, early=settings.early)
         self._waiting: dict[Unit, dict[ManagedParameter, FlatGradient]] = {}
         self._outstanding_bytes = 0
@@ -141,12 +143,7 @@ class GradientFlow:
 
     def _flat_here(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """Note a gradient and return it flat, in the order of its unit's elements, where it was computed."""
-        gradient = local_gradient(parameter.parameter, gradient)
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
-                "  fix:   build the embedding with sparse=False"
-            )
+        gradient = self._dense.of(parameter.name, local_gradient(parameter.parameter, gradient))
         self.lifetimes.came(parameter)
         self.cycle.fired(parameter)
         return parameter.flattened(gradient.detach())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
+from zero_infinity.optim.update_rule import UpdateRule, exchanges_weights, hyperparameters_of
 
 Group = dict[str, Any]
 
@@ -24,7 +24,7 @@ class GroupSettings:
         self._optimizer = optimizer
         self._rule = UpdateRule(optimizer)
         # Most optimizers write nothing, and lose no time here.
-        self._written = any(advanced(self._rule, group) for group in optimizer.param_groups)
+        self._written = any(advanced(self._rule, in_training(optimizer, group)) for group in optimizer.param_groups)
 
     def advance(self) -> None:
         """A step was taken."""
@@ -40,6 +40,11 @@ def advanced(rule: UpdateRule, group: Group) -> Group:
     rule.apply(torch.zeros(shape), torch.ones(shape), {}, {}, before)
     after = {name: value for name, value in rule.settings.items() if name != "params"}
     return {name: value for name, value in after.items() if name not in before or not same(before[name], value)}
+
+
+def in_training(optimizer: Optimizer, group: Group) -> Group:
+    """Return a group as it is while the optimizer trains: schedule-free ones do not step before `train()`."""
+    return {**group, **advanced(UpdateRule(optimizer, "train"), group)} if exchanges_weights(optimizer) else group
 
 
 def same(one: Any, other: Any) -> bool:

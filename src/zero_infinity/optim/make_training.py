@@ -24,6 +24,7 @@ from zero_infinity.optim.scaled_backward import BackwardScaling
 from zero_infinity.optim.sharded_gradients import ShardedGradients
 from zero_infinity.optim.training_observer import TrainingObserver
 from zero_infinity.optim.training_step import TrainingStep
+from zero_infinity.optim.weight_exchange import WeightExchange
 from zero_infinity.params.moe_routing import ExpertRouting
 from zero_infinity.params.unit import ManagedParameter, Unit
 from zero_infinity.policy.homes import Home
@@ -52,6 +53,7 @@ class Training:
     observer: TrainingObserver
     loss_scale: LossScale | None
     scaling: BackwardScaling | None  # applies it
+    exchange: WeightExchange
 
 
 def make_collectives(
@@ -121,4 +123,6 @@ def make_training(
     )
     scaling = BackwardScaling(loss_scale) if loss_scale is not None else None
     observer = TrainingObserver(gradients, state_io, parts.records, parts.run_trace, scaling)
-    return Training(gradients, state_io, states, step, observer, loss_scale, scaling)
+    all_gather = collectives.all_gather if collectives is not None else None
+    exchange = WeightExchange(parts, gradients, resident, all_gather)
+    return Training(gradients, state_io, states, step, observer, loss_scale, scaling, exchange)

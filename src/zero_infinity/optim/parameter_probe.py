@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.group_settings import advanced, same
 from zero_infinity.optim.nested_state import flat_state, nested_state, tensors_of
-from zero_infinity.optim.probe_steps import PlainSteps, draw, first_line
+from zero_infinity.optim.probe_steps import PlainSteps, draw, first_line, probed_calls
 from zero_infinity.optim.state_slots import TensorForm, WholeState
 from zero_infinity.optim.update_rule import UpdateRule, hyperparameters_of
 from zero_infinity.params.unit import dense_stride
@@ -46,11 +46,12 @@ def probe_parameters(optimizer: Optimizer, group: dict[str, Any], dtype: torch.d
             raise refusal(kind, f"it fails on parameters of its own ({first_line(error)})") from error
         try:
             alone = [_Alone(optimizer, group, start) for start in starts]
-            for step, now in enumerate(gradients):
-                if step:
-                    together.step(now)
+            for number, (now, method) in enumerate(probed_calls(optimizer, gradients)):
+                if number:
+                    together.step(now, method)
                 for one, gradient in zip(alone, now, strict=True):
-                    one.step(gradient)
+                    one.step(gradient, method)
+                check_kept(kind, together)
                 _compare(kind, together, alone)
                 names.append([tuple(one.state) for one in alone])
         except (UsageError, TypeError) as error:
@@ -85,24 +86,26 @@ class _Alone:
         self.values = start.clone()
         self.group = {**copy.deepcopy(hyperparameters_of(group)), "params": group["params"]}
         self.state: dict[str, Any] = {}
-        self._rule = UpdateRule(optimizer)
+        self._rules = {"step": UpdateRule(optimizer)}
+        self._optimizer = optimizer
 
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: torch.Tensor, method: str = "step") -> None:
         gradient = gradient.clone()
-        self.state = flat_state(self._rule.apply(self.values, gradient, nested_state(self.state), {}, self.group))
+        rule = self._rules.setdefault(method, UpdateRule(self._optimizer, method))
+        self.state = flat_state(rule.apply(self.values, gradient, nested_state(self.state), {}, self.group))
         for name, value in tensors_of(self.state).items():
             self._check(name, value, gradient)
             form = TensorForm(value.shape, dense_stride(value), value.dtype)
             self.state[name] = form.of(form.flattened(value).clone())
-        self.group.update(advanced(self._rule, self.group))
+        self.group.update(advanced(rule, self.group))
 
     def _check(self, name: str, value: torch.Tensor, gradient: torch.Tensor) -> None:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             reason = f"state {name!r} is a {type(value).__name__} ({value.layout}, {value.device}), not plain memory"
-            raise refusal(self._rule.kind, reason)
+            raise refusal(type(self._optimizer).__name__, reason)
         for what, other in (("the gradient", gradient), ("the parameter", self.values)):
             if value.numel() and value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
-                raise refusal(self._rule.kind, f"state {name!r} is {what} itself, not a copy of it")
+                raise refusal(type(self._optimizer).__name__, f"state {name!r} is {what} itself, not a copy of it")
 
 
 def _compare(kind: str, together: PlainSteps, alone: list[_Alone]) -> None:
@@ -123,13 +126,19 @@ def _compare(kind: str, together: PlainSteps, alone: list[_Alone]) -> None:
                 raise refusal(kind, f"state {name!r} depends on other parameters")
 
 
+def check_kept(kind: str, steps: PlainSteps) -> None:
+    """Raise if the optimizer keeps a gradient on itself, from one step to the next."""
+    name = steps.keeps_a_gradient()
+    if name is not None:
+        reason = f"it keeps a gradient in its attribute {name!r}, and the memory of gradients is used again"
+        raise refusal(kind, reason, "a copy of the gradient, in the optimizer's `state` of the parameter")
+
+
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def refusal(kind: str, reason: str) -> UsageError:
-    return UsageError(
-        f"the optimizer {kind} cannot be streamed: {reason}\n"
-        "  fix:   an optimizer that updates each parameter on its own: AdamW, SGD, Adagrad, RMSprop, Lion, Muon, "
-        "Adafactor, LAMB, ..."
-    )
+def refusal(kind: str, reason: str, fix: str | None = None) -> UsageError:
+    """The error for an optimizer; `fix`: the nearest thing that works."""
+    near = "an optimizer that updates each parameter on its own: AdamW, SGD, Adagrad, RMSprop, Lion, Muon, Adafactor, "
+    return UsageError(f"the optimizer {kind} cannot be streamed: {reason}\n  fix:   {fix or near + 'LAMB, ...'}")

@@ -53,6 +53,14 @@ class ResidentParameters:
 
     def step(self, factors: Iterable[torch.Tensor]) -> None:
         """Update with the gradients, multiplied by `factors` first."""
+        with torch.no_grad():
+            for gradient in [p.grad for p in self._parameters if p.grad is not None]:
+                for factor in factors:
+                    gradient.mul_(factor)
+        self.call("step")
+
+    def call(self, method: str) -> None:
+        """Call a method of the optimizer for them alone."""
         if not self._parameters:
             return
         # A shallow copy shares the states but has none of the user's hooks, which are called for the whole step.
@@ -62,10 +70,7 @@ class ResidentParameters:
             for group in self._optimizer.param_groups
         ]
         with torch.no_grad():
-            for gradient in [p.grad for p in self._parameters if p.grad is not None]:
-                for factor in factors:
-                    gradient.mul_(factor)
-            type(self._optimizer).step(stepper)
+            getattr(type(self._optimizer), method)(stepper)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         for parameter in self._parameters:

@@ -13,13 +13,25 @@ from torch.optim import Optimizer
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.combined_optimizer import single_optimizers
 from zero_infinity.optim.elementwise_probe import probe_state_names
+from zero_infinity.optim.group_settings import in_training
+from zero_infinity.optim.own_steps import check_single_settings, check_wrapped
 from zero_infinity.optim.parameter_probe import measure_state, probe_parameters, refusal
 from zero_infinity.optim.state_slots import WholeState
+from zero_infinity.optim.update_rule import exchanges_weights
 from zero_infinity.params.unit import ManagedParameter
 
+# What a streamed pass over parameters cannot do, by class name: why, and what to do instead.
 _REFUSED = {
-    "LBFGS": "it needs a closure that evaluates the model several times in one step",
-    "SparseAdam": "it needs sparse gradients, which are not streamed",
+    "LBFGS": (
+        "it needs a closure that evaluates the model several times in one step, and products of all gradients with "
+        "those of earlier steps",
+        "AdamW or Muon; LBFGS in plain PyTorch if the model fits in memory",
+    ),
+    "SparseAdam": (
+        "it changes only rows that a batch has touched, and a dense gradient does not tell those from rows whose "
+        "gradient is zero",
+        "Adagrad or SGD, which leave rows without a gradient as they are, also with nn.Embedding(sparse=True); or Adam",
+    ),
 }
 
 
@@ -55,7 +67,7 @@ class UpdateKinds:
         if key not in self._states:
             num_steps = self._probe(group, dtype)
             like = torch.empty_strided(parameter.shape, parameter.stride, dtype=dtype, device="meta")
-            settings = self.optimizer.param_groups[group]
+            settings = in_training(self.optimizer, self.optimizer.param_groups[group])
             self._states[key] = measure_state(
                 self.optimizer, settings, like, dtype, num_steps if isinstance(num_steps, int) else 1
             )
@@ -64,7 +76,7 @@ class UpdateKinds:
     def _probe(self, group: int, dtype: torch.dtype) -> tuple[str, ...] | int:
         if (group, dtype) not in self._found:
             self._check()
-            settings = self.optimizer.param_groups[group]
+            settings = in_training(self.optimizer, self.optimizer.param_groups[group])
             try:
                 self._found[group, dtype] = probe_state_names(self.optimizer, settings, dtype)
             except UsageError:
@@ -76,7 +88,9 @@ class UpdateKinds:
         for optimizer in single_optimizers(self.optimizer):
             kind = type(optimizer).__name__
             if kind in _REFUSED:
-                raise refusal(kind, _REFUSED[kind])
-            if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-                reason = "its train() and eval() exchange all weights with averaged ones, outside of a step"
-                raise refusal(kind, reason)
+                raise refusal(kind, *_REFUSED[kind])
+            if exchanges_weights(optimizer) and optimizer is not self.optimizer:
+                reason = "its train() and eval() exchange all weights, and combined optimizers have no such methods"
+                raise refusal(kind, reason, "give all parameters to it, and prepare it alone")
+            check_wrapped(optimizer)
+            check_single_settings(optimizer)

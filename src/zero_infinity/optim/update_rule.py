@@ -26,11 +26,12 @@ Hyperparameters = dict[str, Any]
 class UpdateRule:
     """One optimizer class with one parameter group's settings. Not thread-safe: one worker calls it."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, method: str = "step") -> None:
+        """`method`: what is called instead of `step` (`weight_exchange.py`)."""
         # A shallow copy has the class's settings but none of the user's step hooks, states or parameters.
         self._stepper = copy_without_step_hooks(optimizer)
         self.kind = type(optimizer).__name__
-        self._step = plain_step(type(optimizer))
+        self._step = plain_step(type(optimizer)) if method == "step" else getattr(type(optimizer), method)
 
     def apply(
         self,
@@ -63,7 +64,7 @@ class UpdateRule:
             self._step(self._stepper)
         for (values, _, _), kept in zip(slices, memory, strict=True):
             values.grad = None
-            if values.data_ptr() != kept.data_ptr():
+            if values.data_ptr() != kept.data_ptr() or values.shape != kept.shape:
                 self._take_new_memory(values, kept)
         return [self._stepper.state.pop(values, {}) for values, _, _ in slices]
 
@@ -91,6 +92,11 @@ def _placed(value: Any, values: torch.Tensor, hyperparameters: Hyperparameters) 
         return value
     counts_there = values.is_cpu or hyperparameters.get("fused") or hyperparameters.get("capturable")
     return value.to(values.device) if counts_there else value
+
+
+def exchanges_weights(optimizer: Optimizer) -> bool:
+    """True if its `train()` and `eval()` exchange the weights to train with and those to evaluate with."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def hyperparameters_of(group: dict[str, Any]) -> Hyperparameters:

@@ -19,6 +19,7 @@ from zero_infinity._torch import mark_stepped, share_step_hooks, state_dict_hook
 from zero_infinity.errors import UsageError
 from zero_infinity.optim.combined_optimizer import single_optimizers
 from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
+from zero_infinity.optim.update_rule import exchanges_weights
 from zero_infinity.optim.user_states import StreamedStates
 
 
@@ -32,6 +33,8 @@ class StreamedTraining(Protocol):
     def grad_norm(self) -> torch.Tensor | None: ...
 
     def step(self) -> bool: ...
+
+    def exchange_weights(self, method: str) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -169,3 +172,20 @@ class StreamedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"Streamed{self._engine.states.optimizer!r}"
+
+
+class ExchangingOptimizer(StreamedOptimizer):
+    """The streamed form of an optimizer whose `train()` and `eval()` exchange all weights (schedule-free)."""
+
+    def train(self) -> None:
+        """Go on with the weights that are trained. Over ranks, every rank calls it."""
+        self.engine.exchange_weights("train")
+
+    def eval(self) -> None:
+        """Show the averaged weights, to evaluate or save. Over ranks, every rank calls it."""
+        self.engine.exchange_weights("eval")
+
+
+def streamed_optimizer(engine: StreamedTraining, optimizer: Optimizer) -> StreamedOptimizer:
+    """Return what `prepare` returns for the user's optimizer, with the methods that it has."""
+    return (ExchangingOptimizer if exchanges_weights(optimizer) else StreamedOptimizer)(engine, optimizer)

@@ -68,6 +68,16 @@ def keeps_a_set(self: Written, p: torch.Tensor, state: dict[str, Any], group: di
     state["seen"] = {1}
 
 
+def keeps_the_gradient_beside(self: Written, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    self.shared.append(p.grad)  # type: ignore[arg-type]
+    p.sub_(p.grad, alpha=group["lr"])  # type: ignore[arg-type]
+
+
+def flattens(self: Written, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    p.data = p.data.flatten()
+    p.sub_(p.grad.flatten(), alpha=group["lr"])  # type: ignore[union-attr]
+
+
 def sums(self: Written, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     group["sum"] = group.get("sum", 0.0) + p.grad.sum().item()  # type: ignore[union-attr]
 
@@ -101,6 +111,8 @@ def test_states_are_measured_on_the_true_shape() -> None:
         (leaks, "state 'last' depends on other parameters"),
         (keeps_the_gradient, "state 'last' is the gradient itself"),
         (keeps_the_parameter, "state 'same' is the parameter itself"),
+        (keeps_the_gradient_beside, "keeps a gradient in its attribute 'shared'"),
+        (flattens, r"changes the shape of a parameter from \[13, 37\] to \[481\]"),
         (keeps_a_set, "state 'seen' is a set"),
         (sums, "computes 'sum' in its parameter group from all gradients together"),
     ],

@@ -38,20 +38,11 @@ def test_each_group_and_each_shape_is_probed_once() -> None:
     assert (probed.call_count, measured.call_count) == (1, 1)
 
 
-class Averaged(torch.optim.SGD):
-    """Exchanges weights, as schedule-free optimizers do."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Averaged, r"train\(\) and eval\(\)"),
         (torch.optim.LBFGS, "closure that evaluates the model several times"),
-        (torch.optim.SparseAdam, "sparse gradients"),
+        (torch.optim.SparseAdam, "rows that a batch has touched"),
     ],
 )
 def test_what_is_known_to_need_more_than_updates(kind: type[Optimizer], reason: str) -> None:
