@@ -25,6 +25,7 @@ BENCHMARKS = {
     "checkpoint": ("checkpoint", "saving and loading against the drive alone"),
     "update": ("update", "the optimizer's step against the drive alone"),
     "plan": ("plan.command", "the planner's predictions against runs on this machine"),
+    "accumulation": ("accumulation", "steps over several micro-batches, in a loop and layer by layer"),
     "activations": ("activations", "what offloading activations costs, by hidden size"),
     "tiling": ("tiling", "the hidden size that tiling allows, and what it costs"),
     "prefetch": ("prefetch", "what prefetching is worth on several ranks (under torchrun)"),
