@@ -27,6 +27,7 @@ BENCHMARKS = {
     "update": ("update", "the optimizer's step against the drive alone"),
     "plan": ("plan.command", "the planner's predictions against runs on this machine"),
     "published": ("published", "the planner against published steps of other systems"),
+    "accumulation": ("accumulation", "steps over several micro-batches, in a loop and layer by layer"),
     "activations": ("activations", "what offloading activations costs, by hidden size"),
     "tiling": ("tiling", "the hidden size that tiling allows, and what it costs"),
     "prefetch": ("prefetch", "what prefetching is worth on several ranks (under torchrun)"),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what a type checker sees instead of _HOMES
     from zero_infinity.errors import TransferError as TransferError
     from zero_infinity.errors import UsageError as UsageError
     from zero_infinity.errors import ZeroInfinityError as ZeroInfinityError
+    from zero_infinity.micro_batches import accumulate as accumulate
     from zero_infinity.optim.combined_optimizer import combine_optimizers as combine_optimizers
     from zero_infinity.params.stream_weights import stream_weights as stream_weights
     from zero_infinity.plan_model import plan as plan
@@ -53,6 +54,7 @@ _EXPORTS = {
     "errors": "CapacityError CheckpointError ConfigError CorruptionError DivergenceError EngineClosedError "
     "LostRankError RankError StorageError StuckThreadError SwapSpaceError TornStepError TransferError UsageError "
     "ZeroInfinityError",
+    "micro_batches": "accumulate",
     "optim.combined_optimizer": "combine_optimizers",
     "plan_model": "plan",
     "params.stream_weights": "stream_weights",

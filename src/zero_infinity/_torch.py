@@ -58,6 +58,11 @@ def inside_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
+def inside_dispatch_mode() -> bool:
+    """True if a dispatch mode is active, which applies to one thread. No public equivalent. torch 2.13."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def change_function_modes(change: Callable[[list[Any]], list[Any]]) -> None:
     """Replace this thread's stack of torch function modes, the bottom first, as `set_default_device` does for its own
     mode. In public a mode is a context, which must be left in order. torch 2.13."""
@@ -136,6 +141,11 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """True if a hook is registered on its gradient. In public hooks can only be added. torch 2.13."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hooks there are on its gradient: called before it is accumulated, and after that. torch 2.13."""
+    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -256,6 +266,19 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
     """What `module(...)` runs: forward and all hooks. torch 2.13."""
     call: Callable[..., Any] = module._call_impl
     return call
+
+
+def own_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `replace_call` has put on this module. torch 2.13."""
+    return module.__dict__.get("_call_impl")
+
+
+def reset_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Undo a `replace_call`, before which `own_call` was this. torch 2.13."""
+    if call is None:
+        module.__dict__.pop("_call_impl", None)
+    else:
+        module.__dict__["_call_impl"] = call
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity.accumulation.accumulation import Accumulation
 from zero_infinity.checkpoint.save_thread import BackgroundSave
 from zero_infinity.checkpoint.training_view import borrowed_staging
 from zero_infinity.comm.channel import Channel
@@ -71,6 +72,15 @@ class TrainingEngine:
         self.gradients, self.state_io, self.states = training.gradients, training.state_io, training.states
         self.loss_scale, self._step = training.loss_scale, training.step
         self.activations, self.cache = self._built.activations, self._built.cache
+        self.accumulation = Accumulation(
+            config,
+            self._built.forwards,
+            self.gradients,
+            backward_scaling=training.scaling,
+            activations=self.activations,
+            channel=self.step_channel,
+            device=accelerator.device if accelerator is not None else torch.device("cpu"),
+        )
         model.__dict__["zero_grad"] = ZeroGradients(model, self)
         refuse_others()
         if training.scaling is not None:

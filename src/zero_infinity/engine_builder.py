@@ -41,6 +41,7 @@ from zero_infinity.params.dtensor import check_group, local_of
 from zero_infinity.params.environment import environment_of
 from zero_infinity.params.find_parameters import refuse_shared_memory
 from zero_infinity.params.forward_again import ForwardAgain
+from zero_infinity.params.module_hooks import ForwardStack
 from zero_infinity.params.moe_routing import ExpertRouting, RoutingWatch
 from zero_infinity.params.packed_layers import pack
 from zero_infinity.params.packed_tensor import PackedTensor
@@ -77,6 +78,7 @@ class BuiltEngine:
     training: Training
     unsharder: Unsharder
     phases: AccessPhases
+    forwards: ForwardStack
 
 
 class EngineBuilder:
@@ -266,7 +268,8 @@ class EngineBuilder:
         if self.ranks is not None:
             store.closers.append(self.ranks.leave)
         phases = AccessPhases(store.host_cache, cache, trains=self._trains)
-        return BuiltEngine(channels, cache, room, activations, training, unsharder, phases)
+        forwards = ForwardStack(unsharder, phases, store.run_trace)
+        return BuiltEngine(channels, cache, room, activations, training, unsharder, phases, forwards)
 
     def _spread_values(self, channels: Channels | None) -> None:
         """Broadcast the values of rank 0."""
@@ -434,7 +437,7 @@ class EngineBuilder:
             elif not self._trains and managed.parameter.is_floating_point():
                 managed.parameter.requires_grad_(False)
                 managed.hook_gradient(NoGradientHook(managed.name))
-        module_hooks.attach(model, built.unsharder, layout.owners, built.phases, self.parameter_store.run_trace)
+        module_hooks.attach(model, built.unsharder, built.forwards, layout.owners)
         recompute.attach(self._recomputed, built.unsharder.hooks if built.activations is not None else None)
         if routing is not None:
             routing.start()

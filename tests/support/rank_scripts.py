@@ -248,3 +248,33 @@ def _count(rank: int, depth: int, settings: dict[str, Any]) -> dict[str, Any]:
     buckets = engine_of(model).gradients._reduce_scatter._buckets.values()  # type: ignore[attr-defined]
     sent = {kind: total - seen[-2].sent_bytes[kind] for kind, total in seen[-1].sent_bytes.items()}
     return {"sent": sent, "stats": seen[-1], "buckets": sum(t.nbytes for pair in buckets for t in pair)}
+
+
+def accumulate_layer_major(
+    rank: int, num_ranks: int, every: list[dict[str, Any]], kind: str
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Weights after a loop of backwards, and after `zi.accumulate`, by setting."""
+    from support.models import CASES
+
+    small_blocks()
+    case = CASES[kind]
+
+    def train(settings: dict[str, Any], *, by_layer: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = case.make()
+        model, optimizer = zi.prepare(model, torch.optim.AdamW(model.parameters()), zi.Config(**settings))
+        torch.manual_seed(rank)
+        for step in range(3):
+            batches = [case.batch(100 * step + 10 * rank + part) for part in range(2)]
+            if by_layer:
+                zi.accumulate(model, batches, case.loss)
+            else:
+                for batch in batches:
+                    (case.loss(model, batch) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if by_layer and not engine_of(model).accumulation.is_layer_major:
+            raise AssertionError(engine_of(model).accumulation.reason)
+        return [value.clone() for value in model.state_dict().values()]
+
+    return [(train(settings, by_layer=False), train(settings, by_layer=True)) for settings in every]

@@ -37,6 +37,7 @@ def test_all_is_what_we_promise() -> None:
         "UsageError",
         "ZeroInfinityError",
         "__version__",
+        "accumulate",
         "clip_grad_norm_",
         "combine_optimizers",
         "export",

@@ -30,6 +30,7 @@ EDITS = Topic("edits", -10, "the end of zi.gathered")
 EXISTING_GRADIENTS = Topic("gradients", -11, "which parameters have a gradient (p.grad)")
 UPDATED = Topic("parameter gather", -12, "updated parameters on devices")
 SCALARS = Topic("state gather", -13, "numbers in the states of the optimizer")
+MICRO_BATCHES = Topic("micro-batches", -14, "zi.accumulate")
 
 NAMES = {
     topic.number: topic.name
@@ -47,6 +48,7 @@ NAMES = {
         EXISTING_GRADIENTS,
         UPDATED,
         SCALARS,
+        MICRO_BATCHES,
     )
 }
 # Topics of phases are numbered by a checksum of their names, from here on; other ranks do not know these names.

@@ -12,8 +12,8 @@ it is used up, the hook waits for the worker.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -71,6 +71,9 @@ class GradientFlow:
         self._unknown_norms: set[ManagedParameter] = set()  # of gradients that are added up on the host
         self.lifetimes = GradientLifetimes()
         self._keeps = False  # the step that is being taken keeps its gradients
+        # Gradients of these parameters are put here as they come: parts of one that is not complete yet.
+        self.partial: dict[ManagedParameter, torch.Tensor | None] = {}
+        self.has_rest = False  # some backward left gradients that ranks had to sum at its end
 
     # ------------------------------------------------------------------ events from the model
 
@@ -84,6 +87,9 @@ class GradientFlow:
             gradient = parameter.parameter.grad
             parameter.parameter.grad = None
         if gradient is None:
+            return
+        if parameter in self.partial:
+            self.partial[parameter] = gradient
             return
         self._follow_backward()
         self._compute_thread.pass_by()
@@ -156,7 +162,8 @@ class GradientFlow:
         call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._backward_done()
+        if not self.cycle.is_in_pieces or self.has_rest:
+            self._backward_done()
         if self._run_trace is not None:
             self._run_trace.end(BACKWARD)
 
@@ -330,6 +337,13 @@ class GradientFlow:
     def accumulating(self) -> AbstractContextManager[None]:
         """Backward passes inside this context only accumulate gradients."""
         return self.cycle.accumulating()
+
+    @contextmanager
+    def in_pieces(self, num_micro_batches: int) -> Iterator[None]:
+        """All backward passes inside, besides those that only accumulate, are one."""
+        with self.cycle.in_pieces(num_micro_batches):
+            yield
+        self._backward_done()
 
     def check_between_steps(self) -> None:
         """Raise if a step is torn, or has begun and is not finished."""

@@ -93,7 +93,7 @@ class _ScaleBackward(TorchFunctionMode):
             elif mine.applied is None and (mine in leaves.scales or leaves.has_reentrant):
                 scales = leaves.scales or [mine]
                 roots = _tuple_of(args[0])
-                factor = min([*(scale.scale for scale in scales), *map(_most, roots)])
+                factor = min(first_factor(scale, root) for scale in scales for root in roots)
                 func, args = torch.autograd.backward, _begun(roots, keywords, factor)
                 leaves.unscale_others(stack, factor)
                 for scale in scales:
@@ -150,11 +150,11 @@ class Leaves:
                     pending.append(following)
 
 
-def _most(root: torch.Tensor | GradientEdge) -> float:
-    """Return the largest scale with which the backward of this root can begin: a loss in float16 holds up to 65504."""
+def first_factor(scale: LossScale, root: torch.Tensor | GradientEdge) -> float:
+    """Return the scale with which the backward of this root begins: a loss in float16 holds up to 65504."""
     if isinstance(root, GradientEdge) or not root.is_floating_point():
-        return math.inf
-    return 2.0 ** math.floor(math.log2(torch.finfo(root.dtype).max))
+        return scale.scale
+    return min(scale.scale, 2.0 ** math.floor(math.log2(torch.finfo(root.dtype).max)))
 
 
 def _begun(roots: Sequence[torch.Tensor | GradientEdge], keywords: dict[str, Any], factor: float) -> tuple[Any, Any]:

@@ -167,6 +167,7 @@ class ShardedGradients(GradientFlow):
         said = self._channel.agree(moment, say)
         check_same_backwards([words.pop() for words in said])
         left, in_part, not_early = (bits.unpack(said, number) for number in range(3))
+        self.has_rest |= moment is END_OF_BACKWARD and bool(left)
         self._take_partial_sums(in_part)
         if moment is STEP:
             # An update that is early on one rank only would change what others still read.
@@ -339,8 +340,7 @@ class ShardedGradients(GradientFlow):
         if self._keeps:
             self._keep_held()
         self._on_device.settle()
-        updated = self._device_updates.run(self._on_device, factors)
-        if self._updated is not None and updated:
+        if (updated := self._device_updates.run(self._on_device, factors)) and self._updated is not None:
             self._updated.agree(UPDATED)
             self._updated.gather(UPDATED, [(whole_on_device(unit), unit.spans) for unit in updated])
         held, self._held = self._held, {}

@@ -37,6 +37,10 @@ class StepCycle:
         self._early_units: frozenset[Unit] = frozenset()
         self.same_order = False  # True if the next cycle is expected to repeat the last one
         self._synchronised = True  # False inside `accumulating`
+        self.is_in_pieces = False  # several runs of autograd are one backward
+        self._has_begun = False  # that backward
+        self._counts_as = 1
+        self._changes_order = False
         self._graph_task = -1
         self._settings_then: list[str] | None = None  # of the optimizer, at the first early update of this cycle
         self._torn: str | None = None
@@ -62,23 +66,39 @@ class StepCycle:
         """Autograd has computed a gradient of the parameter."""
         if parameter in self.now.updated_parameters:
             self._tear(f"{parameter.name!r} got another gradient after its update was submitted")
-        self.now.fired(parameter)
+        self.now.fired(parameter, counts=self._synchronised)
 
     def enter_backward(self, graph_task: int) -> bool:
         """A gradient has come from this run of autograd; True if it is the first of that run."""
         if graph_task == self._graph_task:
             return False
         self._graph_task = graph_task
-        if self._synchronised:
+        if not self._synchronised:
+            self.now.has_accumulated = True
+        elif not self._has_begun:
             if self.now.updated and not self.now.backward_complete:
                 self._tear("the last backward did not finish, but some of its updates had run")
-            self.now.begin_backward()
-        else:
-            self.now.has_accumulated = True
+            self.now.begin_backward(self._counts_as)
+            self._has_begun = self.is_in_pieces
         return True
 
     def end_backward(self) -> None:
-        self.now.backward_complete = True
+        if not self.is_in_pieces:
+            self.now.backward_complete = True
+
+    @contextmanager
+    def in_pieces(self, num_micro_batches: int) -> Iterator[None]:
+        """All runs of autograd inside are one backward, besides those that only accumulate.
+
+        It counts as that of one micro-batch, or of all, if the settings say how many backwards a step has.
+        """
+        self.is_in_pieces = True
+        self._counts_as = num_micro_batches if self._num_backwards > 1 else 1
+        try:
+            yield
+        finally:
+            self.is_in_pieces = self._has_begun = False
+            self._counts_as = 1
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -119,6 +139,10 @@ class StepCycle:
     def gradients_are_used(self) -> None:
         """The user reads or changes gradients between backward and step: from now on all updates wait for `step()`."""
         self._early, self._early_units = False, frozenset()
+
+    def change_order(self) -> None:
+        """The next cycle will not repeat this one."""
+        self._changes_order = True
 
     def deferred(self, unit: Unit) -> None:
         """A unit could not be updated early, because its old value is still referred to."""
@@ -184,7 +208,8 @@ class StepCycle:
             and self.last.allows_early_update(unit, self._num_backwards)
         )
         self._was_short = self._is_short
-        self.same_order = early == self._early_units
+        self.same_order = early == self._early_units and not self._changes_order
+        self._changes_order = False
         self._early_units = early
         self.last, self.now = self.now, self._next_history()
         self._settings_then = None

@@ -37,9 +37,10 @@ class StepHistory:
         self.last_read[unit] = self.events
         self.read_order.setdefault(unit)
 
-    def fired(self, parameter: ManagedParameter) -> None:
+    def fired(self, parameter: ManagedParameter, *, counts: bool) -> None:
         self.events += 1
-        self.firings[parameter] = self.firings.get(parameter, 0) + 1
+        if counts:
+            self.firings[parameter] = self.firings.get(parameter, 0) + 1
         self.last_firing[parameter.unit] = self.events
 
     def postpone(self, unit: Unit, parameters: Iterable[ManagedParameter]) -> None:
@@ -48,9 +49,9 @@ class StepHistory:
         self.updated_parameters.difference_update(parameters)
         self.deferred.add(unit)
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, counts_as: int = 1) -> None:
         """Only the last backward of a cycle may update, so only its gradients are counted."""
-        self.num_backwards += 1
+        self.num_backwards += counts_as
         self.firings.clear()
         self.backward_complete = False
 

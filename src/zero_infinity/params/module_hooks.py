@@ -99,7 +99,7 @@ class ForwardObserver(Protocol):
         """A forward begins that is inside no other one, nor inside a backward."""
 
 
-class _Entry:
+class ForwardEntry:
     """A forward in progress."""
 
     __slots__ = ("backward", "hooks_pushed", "module", "parameters")
@@ -123,7 +123,7 @@ class ForwardStack:
         self._unsharder = unsharder
         self._observer = observer
         self._run_trace = run_trace
-        self._entries: list[_Entry] = []
+        self._entries: list[ForwardEntry] = []
         self._thread = 0
 
     def enter(self, module: nn.Module) -> None:
@@ -144,7 +144,7 @@ class ForwardStack:
             self._observer.on_call(module)
             if self._run_trace is not None:
                 self._run_trace.begin(FORWARD)
-        self._entries.append(_Entry(module, backward))
+        self._entries.append(ForwardEntry(module, backward))
 
     def entered(self, parameters: list[ManagedParameter], *, hooks_pushed: bool) -> None:
         self._entries[-1].parameters = parameters
@@ -165,7 +165,18 @@ class ForwardStack:
         while self._entries:
             self._undo(self._entries.pop())
 
-    def _undo(self, entry: _Entry) -> None:
+    def exchange(self, entries: list[ForwardEntry]) -> list[ForwardEntry]:
+        """This thread goes on, inside of these forwards. Returns those of the thread that has stopped."""
+        before, self._entries = self._entries, entries
+        self.go_on_here()
+        return before
+
+    def go_on_here(self) -> None:
+        """This thread goes on where another one has stopped."""
+        self._thread = threading.get_ident()
+        self._unsharder.go_on_here()
+
+    def _undo(self, entry: ForwardEntry) -> None:
         # The end of a backward has already removed the hooks that were pushed inside it.
         if entry.hooks_pushed and entry.backward == current_graph_task_id():
             pop_saved_tensor_hooks()
@@ -173,14 +184,9 @@ class ForwardStack:
 
 
 def attach(
-    model: nn.Module,
-    unsharder: Unsharder,
-    owners: dict[nn.Module, list[ManagedParameter]],
-    observer: ForwardObserver,
-    run_trace: RunTrace | None = None,
+    model: nn.Module, unsharder: Unsharder, stack: ForwardStack, owners: dict[nn.Module, list[ManagedParameter]]
 ) -> None:
     """Register hooks on every module; `owners` maps modules to their parameters."""
-    stack = ForwardStack(unsharder, observer, run_trace)
     for module in model.modules():
         # A tile is unsharded by the operation that uses it.
         parameters = [p for p in owners.get(module, []) if p.whole is None]

@@ -111,6 +111,10 @@ class Unsharder:
                     # Changes through .data or numpy cannot be detected: assume that there were some.
                     self.access.keep(managed)
 
+    def go_on_here(self) -> None:
+        """This thread goes on where another one has stopped."""
+        self._thread = threading.get_ident()
+
     # ------------------------------------------------------------------ called by `__torch_function__`
 
     def call_unsharded(
