@@ -2,8 +2,9 @@
 
 A gradient that completes its unit during backward is submitted to the update worker immediately, if the last cycle
 shows that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
-its chunks, which the policy may evict to NVMe, until `step()`. In both cases `p.grad` is None after backward. Gradients
-of units that live in device memory stay there (`device_gradients.py`).
+its chunks, which the policy may evict to NVMe, until `step()`, or until its unit is used next (`lagging_updates.py`).
+In both cases `p.grad` is None after backward. Gradients of units that live in device memory stay there
+(`device_gradients.py`).
 
 Gradients that wait for the worker were allocated by autograd, outside the pool. A reserve is set aside for them; when
 it is used up, the hook waits for the worker.
@@ -26,6 +27,7 @@ from zero_infinity.optim.device_updates import DeviceUpdates
 from zero_infinity.optim.flat_gradient import FlatGradient, download
 from zero_infinity.optim.gradient_lifetimes import GradientLifetimes
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.lagging_updates import LaggingUpdates
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.step_cycle import StepCycle
 from zero_infinity.optim.update_submission import UpdateSubmission
@@ -61,6 +63,7 @@ class GradientFlow:
         self._reserve = settings.reserve
         self._norms = settings.norms
         self.cycle = StepCycle(parts.optimizer, settings.num_backwards, early=settings.early)
+        self._lagging = LaggingUpdates(self._submission, parts.sources, self.cycle, may_lag=settings.may_lag)
         self._waiting: dict[Unit, dict[ManagedParameter, FlatGradient]] = {}
         self._outstanding_bytes = 0
         self._lock = threading.Lock()
@@ -74,6 +77,7 @@ class GradientFlow:
     def on_read(self, unit: Unit) -> None:
         """The compute thread reads a unit's values."""
         self.cycle.read(unit)
+        self._lagging.before_use(unit)
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
         """Autograd has accumulated a gradient on the parameter."""
@@ -146,6 +150,7 @@ class GradientFlow:
                 f"parameter {parameter.name!r} got a sparse gradient, which cannot be streamed\n"
                 "  fix:   build the embedding with sparse=False"
             )
+        self._lagging.before_use(parameter.unit)
         self.lifetimes.came(parameter)
         self.cycle.fired(parameter)
         return parameter.flattened(gradient.detach())
@@ -186,7 +191,7 @@ class GradientFlow:
         retained = [p for p in unit.parameters if p in self._retained]
         self._retained.release(retained)
         self.cycle.updated(unit, [*waiting, *retained])
-        self._submit(unit, waiting, retained, ())
+        self._submit_early(unit, waiting, retained)
         self._sources.of(unit).look_ahead()
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
@@ -236,6 +241,7 @@ class GradientFlow:
         done: Callable[[], None],
     ) -> None:
         """Let the update worker add fresh gradients of a unit into its gradient blocks."""
+        self._lagging.before_use(unit)
         self._submission.retain(unit, fresh, frozenset(self._retained), squares, done)
         self._retained.note(parameters)
 
@@ -297,7 +303,7 @@ class GradientFlow:
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Replace the retained gradient."""
-        self.lifetimes.changed(parameter)
+        self._changed_by_hand(parameter)
         if self._on_device.is_home_of(parameter.unit):
             self._on_device.replace(parameter, parameter.flattened(gradient.detach()))
             return
@@ -305,8 +311,16 @@ class GradientFlow:
         flat = parameter.flattened(gradient.detach().to("cpu"))
         self._retain(parameter, flat.to(self._records[parameter.unit].dtype))
 
+    def _changed_by_hand(self, parameter: ManagedParameter) -> None:
+        self._lagging.before_use(parameter.unit)
+        self.lifetimes.changed(parameter)
+
     def drain(self) -> None:
         """Wait for work that follows updates, such as all-gathers."""
+
+    def submit_lagging(self) -> None:
+        """Submit the updates of the last step that wait for the next use of their unit."""
+        self._lagging.submit_all()
 
     def discard(self, *, to_none: bool = True) -> None:
         """Drop all gradients for which no update was submitted."""
@@ -345,6 +359,9 @@ class GradientFlow:
 
     def restart(self) -> None:
         """Drop all gradients and the history of steps, including a torn one: all values will be replaced."""
+        if self.cycle.is_torn:
+            self._lagging.drop()
+        self._lagging.submit_all()
         self._update_worker.drain()
         self.drain()
         self.cycle.restart()
@@ -356,6 +373,7 @@ class GradientFlow:
         """Update with all remaining gradients and begin the next cycle."""
         self._update_worker.check()
         self.cycle.check_may_step()
+        self._lagging.submit_all()
         self._keeps = self.lifetimes.keeps
         with self.cycle.torn_unless_finished("step() was interrupted, and some of its updates had run"):
             self._submit_all(factors)
@@ -386,7 +404,7 @@ class GradientFlow:
                 self._retain(parameter, flat.wait())
                 self._release(flat.nbytes)
             retained = [p for p in unit.parameters if p in self._retained]
-            self._submit(unit, {}, retained, factors)
+            self._lagging.update(unit, retained, factors, keeps_gradients=self._keeps)
             self._sources.of(unit).look_ahead()
 
     def skip(self) -> None:
@@ -402,30 +420,26 @@ class GradientFlow:
         first = [unit for unit in self.cycle.now.read_order if unit in units]
         return first + [unit for unit in self._records if unit in units and unit not in self.cycle.now.read_order]
 
-    def _submit(
-        self,
-        unit: Unit,
-        flats: dict[ManagedParameter, FlatGradient],
-        retained: Sequence[ManagedParameter],
-        factors: tuple[torch.Tensor, ...],
+    def _submit_early(
+        self, unit: Unit, flats: dict[ManagedParameter, FlatGradient], retained: Sequence[ManagedParameter]
     ) -> None:
-        """Update a unit with fresh and retained gradients."""
+        """Update a unit with fresh and retained gradients while backward continues."""
         num_bytes = sum(flat.nbytes for flat in flats.values())
         self._submission.update(
             unit,
             WholeGradients(flats),
             [*flats, *retained],
             retained,
-            factors,
+            (),
             lambda: self._release(num_bytes),
-            keeps_gradients=self._keeps,
+            keeps_gradients=False,
         )
 
     def _end_cycle(self) -> None:
         self._keeps = False
         self.cycle.end(self._records, may_consume=self.lifetimes.are_zeroed)
         self.lifetimes.end_step()
-        self._host_cache.end_cycle(same_order=self.cycle.same_order)
+        self._host_cache.end_cycle(same_order=self._lagging.end_cycle() and self.cycle.same_order)
 
 
 def room_for(unit: Unit) -> str:

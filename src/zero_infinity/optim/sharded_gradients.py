@@ -62,9 +62,9 @@ class ShardedGradients(GradientFlow):
     """Takes gradients, averages them over ranks and submits updates."""
 
     def __init__(self, parts: GradientParts, settings: GradientSettings, collectives: GradientCollectives) -> None:
-        # Updated shards are all-gathered in one order, so in that case every update waits for `step()`.
+        # Updated shards are all-gathered in one order, so in that case every update is submitted in `step()`.
         early = settings.early and collectives.all_gather is None
-        super().__init__(parts, replace(settings, early=early, norms=False))
+        super().__init__(parts, replace(settings, early=early, norms=False, may_lag=collectives.all_gather is None))
         self._keeps_whole = not collectives.sharding.shards_gradients
         self._channel = collectives.channel
         self._reduce_scatter = collectives.reduce_scatter
@@ -350,7 +350,7 @@ class ShardedGradients(GradientFlow):
                     unit, held[unit], list(held[unit].parameters), [], factors, _nothing, keeps_gradients=False
                 )
             else:
-                self._submit(unit, {}, retained, factors)
+                self._lagging.update(unit, retained, factors, keeps_gradients=self._keeps)
             if self._all_gather is not None:
                 topic = Topic("parameter gather", unit.number, unit.name)
                 self._all_gather.submit(topic, unit.the_block(), unit.dtype, unit.spans)
@@ -423,7 +423,7 @@ class ShardedGradients(GradientFlow):
         self._held.clear()
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        self.lifetimes.changed(parameter)
+        self._changed_by_hand(parameter)
         flat = parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype)
         if self._on_device.is_home_of(parameter.unit):
             self._on_device.replace(parameter, flat)

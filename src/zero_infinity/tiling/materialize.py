@@ -88,6 +88,9 @@ class Materializer:
     def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - materialized values are a copy
         return False
 
+    def may_lag(self, unit: Unit) -> bool:  # noqa: ARG002 - it has no update of its own
+        return False
+
     def updated(self, unit: Unit) -> None:
         """An update of a tile was submitted: user changes of the whole are applied before it."""
         self.settle(unit)
