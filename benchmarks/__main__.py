@@ -22,6 +22,7 @@ BENCHMARKS = {
     "finetune": ("finetune.command", "a 1.1B Llama through Trainer within a real memory limit"),
     "growth": ("growth.command", "how time, memory and traffic grow with the model"),
     "ablations": ("ablations.command", "what each part of the engine is worth"),
+    "clipping": ("clipping", "a training step with max_grad_norm against one without"),
     "checkpoint": ("checkpoint", "saving and loading against the drive alone"),
     "update": ("update", "the optimizer's step against the drive alone"),
     "plan": ("plan.command", "the planner's predictions against runs on this machine"),

@@ -303,17 +303,13 @@ class GradientFlow:
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Replace the retained gradient."""
-        self._changed_by_hand(parameter)
+        self.lifetimes.changed(parameter)
         if self._on_device.is_home_of(parameter.unit):
             self._on_device.replace(parameter, parameter.flattened(gradient.detach()))
             return
         self._retained.release([parameter])
         flat = parameter.flattened(gradient.detach().to("cpu"))
         self._retain(parameter, flat.to(self._records[parameter.unit].dtype))
-
-    def _changed_by_hand(self, parameter: ManagedParameter) -> None:
-        self._lagging.before_use(parameter.unit)
-        self.lifetimes.changed(parameter)
 
     def drain(self) -> None:
         """Wait for work that follows updates, such as all-gathers."""
@@ -373,7 +369,6 @@ class GradientFlow:
         """Update with all remaining gradients and begin the next cycle."""
         self._update_worker.check()
         self.cycle.check_may_step()
-        self._lagging.submit_all()
         self._keeps = self.lifetimes.keeps
         with self.cycle.torn_unless_finished("step() was interrupted, and some of its updates had run"):
             self._submit_all(factors)

@@ -5,8 +5,8 @@ they would keep the drive busy while nothing computes, and would read every para
 So an update lags: it is submitted right before the first use of its unit, whatever that is. The policy has fetched its
 blocks ahead of that, because they are part of the order of accesses. Settings (lr, ...) are those of its own step.
 
-Who reads a value acquires its unit, and that runs the unit's update first. Who reads or writes records or gradients
-calls `before_use` or `submit_all`.
+Who reads a value acquires its unit, and that runs the unit's update first; so does a gradient that comes for it. Who
+reads or writes records calls `submit_all` first. A unit that nobody uses keeps its gradients and its update.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class LaggingUpdates:
 
     def end_cycle(self) -> bool:
         """End a step; False if the next cycle has another order, because updates begin or cease to lag."""
-        before, self._has_lagged = self._has_lagged, bool(self._updates)
-        return before == self._has_lagged
+        had_lagged, self._has_lagged = self._has_lagged, bool(self._updates)
+        return had_lagged == self._has_lagged
 
 
 def _nothing() -> None:

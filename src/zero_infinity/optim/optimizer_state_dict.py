@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_infinity.errors import UsageError
 from zero_infinity.optim.optimizer_state_io import OptimizerStateIO
 from zero_infinity.optim.resident_params import ResidentParameters
 from zero_infinity.optim.state_records import StateRecord
@@ -68,6 +69,20 @@ class OptimizerStateDict:
         """Return the state of one parameter, in memory; None if it has none yet."""
         known = managed(parameter)
         return self._state_io.read_state(known) if known is not None else self._resident.state(parameter)
+
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Store the state of one parameter, which replaces the old one."""
+        known = managed(parameter)
+        if known is not None and known.group is not None:
+            self._state_io.write_state(known, state)
+        elif known is None and self._resident.has(parameter):
+            self.optimizer.state[parameter] = state
+        else:
+            name = known.name if known is not None else f"tensor of {list(parameter.shape)}"
+            raise UsageError(
+                f"{name!r} is not trained by this optimizer, and has no state\n"
+                "  fix:   a parameter of the prepared model that was in the optimizer when the model was prepared"
+            )
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         known = managed(parameter)

@@ -423,7 +423,7 @@ class ShardedGradients(GradientFlow):
         self._held.clear()
 
     def replace(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
-        self._changed_by_hand(parameter)
+        self.lifetimes.changed(parameter)
         flat = parameter.flattened(gradient.detach()).to(self._records[parameter.unit].dtype)
         if self._on_device.is_home_of(parameter.unit):
             self._on_device.replace(parameter, flat)

@@ -6,7 +6,7 @@ that backward has not submitted yet and returns without waiting for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -37,11 +37,19 @@ class StreamedTraining(Protocol):
     def accumulating(self) -> AbstractContextManager[None]: ...
 
 
-class StreamedStates(Mapping[torch.Tensor, dict[str, Any]]):
-    """A read-only view of what the plain optimizer's `state` would be; tensors are copies."""
+class StreamedStates(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """What the plain optimizer's `state` would be. Tensors are copies: a state that is assigned is stored.
 
-    def __init__(self, states: OptimizerStateDict) -> None:
-        self._states = states
+    On several ranks all of them read or assign the state of a parameter together, and have it whole.
+    """
+
+    def __init__(self, engine: StreamedTraining) -> None:
+        self._engine = engine
+
+    @property
+    def _states(self) -> OptimizerStateDict:
+        self._engine.settle()
+        return self._engine.states
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self._states.state_of(parameter)
@@ -49,12 +57,22 @@ class StreamedStates(Mapping[torch.Tensor, dict[str, Any]]):
             raise KeyError(parameter)
         return state
 
+    def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        self._states.set_state(parameter, state)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        raise UsageError(
+            "the optimizer state of one parameter cannot be removed\n"
+            "  fix:   assign another one: optimizer.state[parameter] = {...}"
+        )
+
     def __contains__(self, parameter: object) -> bool:
         return isinstance(parameter, torch.Tensor) and self._states.has_state(parameter)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        parameters = (p for group in self._states.optimizer.param_groups for p in group["params"])
-        return filter(self._states.has_state, parameters)
+        states = self._states
+        parameters = (p for group in states.optimizer.param_groups for p in group["params"])
+        return filter(states.has_state, parameters)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -70,12 +88,12 @@ class StreamedOptimizer(Optimizer):
         self._skipped = False
 
     @property  # type: ignore[override]
-    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """The states, each read on access.
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        """The states, each read on access and stored when it is assigned.
 
         torch.distributed.checkpoint runs a step with zero gradients if an optimizer has no state.
         """
-        return StreamedStates(self._engine.states)
+        return StreamedStates(self._engine)
 
     @state.setter
     def state(self, _: object) -> None:

@@ -59,6 +59,8 @@ class Simulator:
         self._backward_end = 0.0
         self._gradients_at = 0.0  # when the last gradient has arrived
         self._early = False  # True once updates run in backward
+        self._lags = False  # True once those that do not wait for the next use of their unit
+        self._lagging: set[str] = set()  # units whose update waits for that
         division = inputs.division
         self._is_shared = inputs.num_ranks > 1  # parameters are gathered from all ranks
         self._program = step(inputs.model, inputs.job.interval)
@@ -137,10 +139,13 @@ class Simulator:
     def run(self) -> SimulatedStep:
         """Simulate until steps are alike, and report one more."""
         may_be_early = self._inputs.job.early_update
+        # As in the engine: what is copied to a device or to other ranks ahead of its use cannot be updated that late.
+        may_lag = not may_be_early and not self._is_shared and self._inputs.hardware.device is None
         for number in range(WARM_UP_STEPS):
             # The engine updates at the end of a step until it has seen two steps that are alike.
             self._early = may_be_early and number >= 2
-            self._step(same_order=not (number == 1 and may_be_early))
+            self._lags = may_lag and number >= 1
+            self._step(same_order=not (number == 1 and (may_be_early or may_lag)))
         if self._trace is not None:
             # Two steps are traced, so that a transfer that runs into the next step is seen from its start.
             for link in self._channels.links:
@@ -185,7 +190,9 @@ class Simulator:
             # The update needs every gradient in its home.
             self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
-        if not self._early:
+        if self._lags:
+            self._lagging.update(self._inputs.units)
+        elif not self._early:
             for name in self._inputs.units:
                 self._update(name, self._now, retained=True)
             self._wait(self._channels.update_worker.free_at, "optimizer step")
@@ -210,6 +217,9 @@ class Simulator:
         inputs, name = self._inputs, use.operator.name
         if use.loads is not None:
             self._load_checkpoint(use.loads, name)
+        if use.operator.unit in self._lagging and use.needs_weight:
+            self._lagging.discard(use.operator.unit)
+            self._update(use.operator.unit, self._now, retained=True)
         if use.needs_weight:
             self._wait(self._bring(use.operator.unit), name)
         self._pay()
