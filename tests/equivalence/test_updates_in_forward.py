@@ -13,6 +13,7 @@ from support.prompt import let_nothing_lag
 from torch import nn
 
 import zero_infinity as zi
+from zero_infinity.api import engine_of
 from zero_infinity.errors import TornStepError
 from zero_infinity.optim.update_submission import UpdateSubmission
 
@@ -176,6 +177,21 @@ def test_a_step_reads_a_parameter_for_forward_and_update_together(tmp_path: Path
         optimizer.zero_grad()
     found = (zi.stats(model).bytes_read - read) / 2 / (12 * 128 * 128 * 4)
     assert 4.0 < found < 5.0
+
+
+def test_updates_run_before_units_that_are_read_together_are_in_memory(tmp_path: Path) -> None:
+    """Reading them together takes all of the memory, an update of one beside the others would take more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+    model, optimizer = zi.prepare(model, adamw(model), zi.Config(memory="512KiB", nvme=tmp_path, max_grad_norm=NORM))
+    weights = list(model.parameters())
+    for _ in range(3):
+        model(torch.ones(4, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        most = engine_of(model).division.cache // (128 * 128 * 4)
+        with zi.gathered(weights[:most]):
+            assert torch.isfinite(weights[0]).all()
 
 
 def test_an_update_that_fails_in_forward_tears_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

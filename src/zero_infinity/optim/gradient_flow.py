@@ -74,6 +74,10 @@ class GradientFlow:
 
     # ------------------------------------------------------------------ events from the model
 
+    def before_reads(self, unit: Unit) -> None:
+        """The unit is about to be read beside others."""
+        self._lagging.before_use(unit)
+
     def on_read(self, unit: Unit) -> None:
         """The compute thread reads a unit's values."""
         self.cycle.read(unit)

@@ -57,6 +57,7 @@ class Materializer:
 
     def acquire(self, unit: Unit) -> torch.Tensor:
         self.settle(unit)
+        self._access.expect(tile.unit for tile in unit.parameters[0].tiles)
         memory = self._take(unit)
         memory.used()
         flat = memory.tensor()[: unit.num_elements * unit.compute_dtype.itemsize].view(unit.compute_dtype)
