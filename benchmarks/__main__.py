@@ -23,6 +23,7 @@ BENCHMARKS = {
     "generate": ("generate", "tokens a second with half of the model in memory, against accelerate"),
     "growth": ("growth.command", "how time, memory and traffic grow with the model"),
     "ablations": ("ablations.command", "what each part of the engine is worth"),
+    "clipping": ("clipping", "a training step with max_grad_norm against one without"),
     "checkpoint": ("checkpoint", "saving and loading against the drive alone"),
     "update": ("update", "the optimizer's step against the drive alone"),
     "plan": ("plan.command", "the planner's predictions against runs on this machine"),

@@ -131,6 +131,9 @@ class DeferredInit:
 
     # ------------------------------------------------------------------ the owner and observer of its parameters
 
+    def before_reads(self, unit: Unit) -> None:
+        """Nothing to do: nothing is updated before training."""
+
     def on_read(self, unit: Unit) -> None:
         """Nothing to do: reads have no order before training."""
 

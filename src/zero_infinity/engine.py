@@ -162,6 +162,7 @@ class TrainingEngine:
     def settle(self) -> None:
         """Wait until every submitted update is done and no transfer is in flight."""
         self._built.unsharder.access.check_process()
+        self.gradients.lagging.submit_all()
         self.parameter_store.update_worker.drain()
         self.gradients.drain()
         if self.cache is not None:

@@ -612,7 +612,7 @@ def clip_by_call(run: Training) -> None:
 
 
 def look_and_edit(run: Training) -> None:
-    """Values and gradients are seen and changed between backward and step, and between steps."""
+    """Values and gradients are seen and changed between backward and step, values and states between steps."""
     for number in range(3):
         run.backward(number)
         for module in run.model.modules():
@@ -626,6 +626,10 @@ def look_and_edit(run: Training) -> None:
             with run.gathered(module), torch.no_grad():
                 for p in module.parameters(recurse=False):
                     p.mul_(0.99)
+        for p in run.model.parameters():
+            state = run.optimizer.state[p]
+            run.log(state["exp_avg"])
+            run.optimizer.state[p] = {**state, "exp_avg": state["exp_avg"] * 0.5}
 
 
 def schedule(run: Training) -> None:

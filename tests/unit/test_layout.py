@@ -71,7 +71,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "optim/training_observer.py": "equivalence/test_trace_of_a_run.py",
     "optim/training_step.py": "equivalence/test_training_loops.py",
     "optim/chunk_update.py": "equivalence/test_optimizers.py",
-    "optim/wrapped_optimizer.py": "equivalence/test_optimizers.py",
     "params/dtensor.py": "multirank/test_tensor_parallel.py",
     "params/dynamo.py": "equivalence/test_whole_model_operations.py",
     "params/environment.py": "multirank/test_models_over_ranks.py",

@@ -2,8 +2,9 @@
 
 A gradient that completes its unit during backward is submitted to the update worker immediately, if the last cycle
 shows that nothing reads the old value any more. Every other gradient is *retained*: added into the gradient blocks of
-its chunks, which the policy may evict to NVMe, until `step()`. In both cases `p.grad` is None after backward. Gradients
-of units that live in device memory stay there (`device_gradients.py`).
+its chunks, which the policy may evict to NVMe, until `step()`, or until its unit is used next (`lagging_updates.py`).
+In both cases `p.grad` is None after backward. Gradients of units that live in device memory stay there
+(`device_gradients.py`).
 
 Gradients that wait for the worker were allocated by autograd, outside the pool. A reserve is set aside for them; when
 it is used up, the hook waits for the worker.
@@ -26,6 +27,7 @@ from zero_infinity.optim.device_updates import DeviceUpdates
 from zero_infinity.optim.flat_gradient import FlatGradient, download
 from zero_infinity.optim.gradient_lifetimes import GradientLifetimes
 from zero_infinity.optim.gradient_parts import GradientParts, GradientSettings
+from zero_infinity.optim.lagging_updates import LaggingUpdates
 from zero_infinity.optim.sparse_gradients import DenseGradients
 from zero_infinity.optim.state_records import Segment
 from zero_infinity.optim.step_cycle import StepCycle
@@ -64,6 +66,7 @@ class GradientFlow:
         self._norms = settings.norms
         self._dense = DenseGradients()
         self.cycle = StepCycle(parts.optimizer, settings.num_backwards, early=settings.early)
+        self.lagging = LaggingUpdates(self._submission, parts.sources, self.cycle, may_lag=settings.may_lag)
         self._waiting: dict[Unit, dict[ManagedParameter, FlatGradient]] = {}
         self._outstanding_bytes = 0
         self._lock = threading.Lock()
@@ -80,6 +83,7 @@ class GradientFlow:
     def on_read(self, unit: Unit) -> None:
         """The compute thread reads a unit's values."""
         self.cycle.read(unit)
+        self.lagging.before_use(unit)
 
     def on_gradient(self, parameter: ManagedParameter) -> None:
         """Autograd has accumulated a gradient on the parameter."""
@@ -150,6 +154,7 @@ class GradientFlow:
     def _flat_here(self, parameter: ManagedParameter, gradient: torch.Tensor) -> torch.Tensor:
         """Note a gradient and return it flat, in the order of its unit's elements, where it was computed."""
         gradient = self._dense.of(parameter.name, local_gradient(parameter.parameter, gradient))
+        self.lagging.before_use(parameter.unit)
         self.lifetimes.came(parameter)
         self.cycle.fired(parameter)
         return parameter.flattened(gradient.detach())
@@ -191,7 +196,7 @@ class GradientFlow:
         retained = [p for p in unit.parameters if p in self._retained]
         self._retained.release(retained)
         self.cycle.updated(unit, [*waiting, *retained])
-        self._submit(unit, waiting, retained, ())
+        self._submit_early(unit, waiting, retained)
         self._sources.of(unit).look_ahead()
 
     def _make_room(self, num_bytes: int, unit: Unit) -> None:
@@ -241,6 +246,7 @@ class GradientFlow:
         done: Callable[[], None],
     ) -> None:
         """Let the update worker add fresh gradients of a unit into its gradient blocks."""
+        self.lagging.before_use(unit)
         self._submission.retain(unit, fresh, frozenset(self._retained), squares, done)
         self._retained.note(parameters)
 
@@ -357,6 +363,9 @@ class GradientFlow:
 
     def restart(self) -> None:
         """Drop all gradients and the history of steps, including a torn one: all values will be replaced."""
+        if self.cycle.is_torn:
+            self.lagging.drop()
+        self.lagging.submit_all()
         self._update_worker.drain()
         self.drain()
         self.cycle.restart()
@@ -398,7 +407,7 @@ class GradientFlow:
                 self._retain(parameter, flat.wait())
                 self._release(flat.nbytes)
             retained = [p for p in unit.parameters if p in self._retained]
-            self._submit(unit, {}, retained, factors)
+            self.lagging.update(unit, retained, factors, keeps_gradients=self._keeps)
             self._sources.of(unit).look_ahead()
 
     def skip(self) -> None:
@@ -414,30 +423,26 @@ class GradientFlow:
         first = [unit for unit in self.cycle.now.read_order if unit in units]
         return first + [unit for unit in self._records if unit in units and unit not in self.cycle.now.read_order]
 
-    def _submit(
-        self,
-        unit: Unit,
-        flats: dict[ManagedParameter, FlatGradient],
-        retained: Sequence[ManagedParameter],
-        factors: tuple[torch.Tensor, ...],
+    def _submit_early(
+        self, unit: Unit, flats: dict[ManagedParameter, FlatGradient], retained: Sequence[ManagedParameter]
     ) -> None:
-        """Update a unit with fresh and retained gradients."""
+        """Update a unit with fresh and retained gradients while backward continues."""
         num_bytes = sum(flat.nbytes for flat in flats.values())
         self._submission.update(
             unit,
             WholeGradients(flats),
             [*flats, *retained],
             retained,
-            factors,
+            (),
             lambda: self._release(num_bytes),
-            keeps_gradients=self._keeps,
+            keeps_gradients=False,
         )
 
     def _end_cycle(self) -> None:
         self._keeps = False
         self.cycle.end(self._records, may_consume=self.lifetimes.are_zeroed)
         self.lifetimes.end_step()
-        self._host_cache.end_cycle(same_order=self.cycle.same_order)
+        self._host_cache.end_cycle(same_order=self.lagging.end_cycle() and self.cycle.same_order)
 
 
 def room_for(unit: Unit) -> str:

@@ -38,3 +38,4 @@ class GradientSettings:
     num_backwards: int  # gradient accumulation: number of backward passes per step
     early: bool  # update during backward, where that is safe
     norms: bool  # `step()` needs the norm of each gradient
+    may_lag: bool = True  # updates that `step()` decides may wait until their unit is used next

@@ -119,10 +119,16 @@ class OptimizerStateDict:
     def set_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Replace the state of one parameter."""
         known = managed(parameter)
-        if known is None:
+        if known is not None and known.group is not None:
+            self._state_io.write_state(known, state)
+        elif known is None and self._resident.has(parameter):
             self.optimizer.state[parameter] = state
         else:
-            self._state_io.write_state(known, state)
+            name = known.name if known is not None else f"tensor of {list(parameter.shape)}"
+            raise UsageError(
+                f"{name!r} is not trained by this optimizer, and has no state\n"
+                "  fix:   a parameter of the prepared model that was in the optimizer when the model was prepared"
+            )
 
     def forget_state(self, parameter: torch.Tensor) -> None:
         """Reset one parameter to the state before its first step."""

@@ -113,6 +113,13 @@ class OptimizerStateIO:
             raise UsageError(
                 f"the state of {parameter.name!r} has {sorted(state)} and lacks {missing}: it is another optimizer's"
             )
+        for name in names:
+            shape = list(local_of(state[name]).shape)
+            if shape != list(parameter.shape):
+                raise UsageError(
+                    f"state {name!r} of {parameter.name!r} is {shape}, and the parameter {list(parameter.shape)}\n"
+                    "  fix:   the state of this parameter, whole"
+                )
 
     def write_master(self, parameter: ManagedParameter, value: torch.Tensor) -> None:
         """Set the master weights, if the parameter has any."""

@@ -29,6 +29,9 @@ class ResidentParameters:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._parameters
+
     def norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the norm of each existing gradient."""
         return {p: torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None}

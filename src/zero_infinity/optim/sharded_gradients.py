@@ -62,9 +62,9 @@ class ShardedGradients(GradientFlow):
     """Takes gradients, averages them over ranks and submits updates."""
 
     def __init__(self, parts: GradientParts, settings: GradientSettings, collectives: GradientCollectives) -> None:
-        # Updated shards are all-gathered in one order, so in that case every update waits for `step()`.
+        # Updated shards are all-gathered in one order, so in that case every update is submitted in `step()`.
         early = settings.early and collectives.all_gather is None
-        super().__init__(parts, replace(settings, early=early, norms=False))
+        super().__init__(parts, replace(settings, early=early, norms=False, may_lag=collectives.all_gather is None))
         is_kept = collectives.device.type == "cpu" or all(self._on_device.is_home_of(unit) for unit in parts.records)
         self._keeps_whole = is_kept and not collectives.sharding.shards_gradients
         self._channel = collectives.channel
@@ -351,7 +351,7 @@ class ShardedGradients(GradientFlow):
                     unit, held[unit], list(held[unit].parameters), [], factors, _nothing, keeps_gradients=False
                 )
             else:
-                self._submit(unit, {}, retained, factors)
+                self.lagging.update(unit, retained, factors, keeps_gradients=self._keeps)
             if self._all_gather is not None:
                 topic = Topic("parameter gather", unit.number, unit.name)
                 self._all_gather.submit(topic, unit.the_block(), unit.dtype, unit.spans)

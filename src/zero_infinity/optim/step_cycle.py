@@ -51,6 +51,15 @@ class StepCycle:
         """True if an update of this cycle was submitted before `step()`."""
         return bool(self.now.updated)
 
+    @property
+    def is_early(self) -> bool:
+        """True if updates may run before `step()`, where that is safe."""
+        return self._early
+
+    @property
+    def is_torn(self) -> bool:
+        return self._torn is not None
+
     # ------------------------------------------------------------------ events
 
     def read(self, unit: Unit) -> None:
@@ -192,9 +201,9 @@ class StepCycle:
     @contextmanager
     def torn_unless_finished(self, reason: str) -> Iterator[None]:
         """Mark the step as torn, with this reason, unless the context ends without an error."""
-        self._torn = reason
+        before, self._torn = self._torn, reason
         yield
-        self._torn = None
+        self._torn = before
 
     def end(self, units: Iterable[Unit], *, may_consume: bool) -> None:
         """Begin the next cycle; `units` are all that are trained. `may_consume`: gradients are zeroed between steps."""

@@ -32,6 +32,9 @@ class TrainingObserver:
         self._run_trace = run_trace
         self._scaling = scaling
 
+    def before_reads(self, unit: Unit) -> None:
+        self._gradients.lagging.before_use(unit)
+
     def on_read(self, unit: Unit) -> None:
         self._gradients.on_read(unit)
         if self._scaling is not None:

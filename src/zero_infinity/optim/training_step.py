@@ -66,7 +66,8 @@ class TrainingStep:
             return False
         if self._max_grad_norm is not None:
             self.grad_norm, factor = clip_factor(norms, self._model_parameters, self._max_grad_norm)
-            factors += (factor,)
+            if factor.device.type != "cpu" or factor != 1:  # multiplying by one changes no bit
+                factors += (factor,)
         self._gradients.step(factors)
         self._resident.step(factors)
         self._groups.advance()

@@ -56,32 +56,51 @@ class UpdateSubmission:
         keeps_gradients: bool,
     ) -> UnitUpdate:
         """Update these parameters of a unit with their fresh gradients and those of `retained`, which may be kept."""
+        job = self.decide(unit, fresh, parameters, retained, factors, done, keeps_gradients=keeps_gradients)
+        self.submit(job)
+        return job
+
+    def decide(
+        self,
+        unit: Unit,
+        fresh: FreshGradients,
+        parameters: Iterable[ManagedParameter],
+        retained: Sequence[ManagedParameter],
+        factors: tuple[torch.Tensor, ...],
+        done: Callable[[], None],
+        *,
+        keeps_gradients: bool,
+    ) -> UnitUpdate:
+        """Return the update with the optimizer's present settings. From now on the old values are stale."""
         record = self._records[unit]
         groups = self._optimizer.param_groups
         settings = {p: hyperparameters_of(groups[p.group]) for p in parameters if p.group is not None}
-        job = UnitUpdate(record, fresh, retained, settings, self._rule, factors, done, keeps_gradients=keeps_gradients)
-        store, block = self._host_cache.store, unit.the_block()
         # Edits of a whole are written to its tiles by way of their copies, so those become stale after it.
         for whole in {p.whole.unit for p in unit.parameters if p.whole is not None}:
             self._sources.of(whole).updated(whole)
         self._sources.of(unit).updated(unit)
         for parameter in settings:
             parameter.state.replace()
+        return UnitUpdate(record, fresh, retained, settings, self._rule, factors, done, keeps_gradients=keeps_gradients)
+
+    def submit(self, job: UnitUpdate) -> None:
+        """Access its blocks and let the update worker run it."""
+        record, store = job.record, self._host_cache.store
+        block = record.unit.the_block()
         self._host_cache.access(block)
         store.hold(block)
         with self._host_cache.pinned(block):
             for chunk in record.chunks:
-                if retained:
+                if job.retained:
                     self._host_cache.access(chunk.gradient)
                     store.hold(chunk.gradient)
                 if chunk.record is not None:
                     with self._host_cache.pinned(chunk.gradient):
                         self._host_cache.access(chunk.record)
                     store.hold(chunk.record)
-                if not keeps_gradients:
+                if not job.keeps_gradients:
                     self._host_cache.expire(chunk.gradient)
         self._submit(job)
-        return job
 
     def retain(
         self,

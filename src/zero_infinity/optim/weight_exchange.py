@@ -69,6 +69,7 @@ class WeightExchange:
         changes = [advanced(rule, group) for group in groups]
         if not any(changes):
             return  # its weights are those already
+        self._gradients.lagging.submit_all()
         submission = _Exchanging(parts, rule)
         for unit, record in parts.records.items():
             started = [p for p in record.state_names if p in record.started]

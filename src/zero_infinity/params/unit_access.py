@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -23,6 +24,9 @@ _DEAD_STORAGES = 8
 
 class AccessObserver(Protocol):
     """Is told about reads and user edits."""
+
+    def before_reads(self, unit: Unit) -> None:
+        """The unit is about to be read beside others, which will be in memory then."""
 
     def on_read(self, unit: Unit) -> None:
         """The compute thread is about to read a unit's values."""
@@ -81,6 +85,12 @@ class UnitAccess:
                 "which has none of the engine's threads\n"
                 "  fix:   use the model in the parent only, or prepare another one in a child started with 'spawn'"
             )
+
+    def expect(self, units: Iterable[Unit]) -> None:
+        """These units are about to be acquired together: an update that waits for that would not fit beside them."""
+        self.check_process()
+        for unit in units:
+            self._observer.before_reads(unit)
 
     def acquire(self, unit: Unit) -> torch.Tensor:
         """Return the unit's elements in memory; they stay while the tensor or a view of it is alive."""

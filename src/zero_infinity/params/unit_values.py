@@ -42,6 +42,9 @@ class UnitValues(Protocol):
     def aliased(self, unit: Unit) -> bool:
         """True if a live tensor would see an update."""
 
+    def may_lag(self, unit: Unit) -> bool:
+        """True if an update may wait until the unit is acquired next: until then nobody reads its values."""
+
     def updated(self, unit: Unit) -> None:
         """An update of the unit was submitted: copies are stale."""
 
@@ -103,6 +106,9 @@ class HostValues:
     def aliased(self, unit: Unit) -> bool:
         return unit.the_block().leased
 
+    def may_lag(self, unit: Unit) -> bool:
+        return not unit.the_block().leased
+
     def updated(self, unit: Unit) -> None:
         """Nothing to do: the update changes the block itself."""
 
@@ -138,6 +144,9 @@ class DeviceValues:
         """Nothing to do: changes are made in the block."""
 
     def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - it is updated in `step()`, as in plain PyTorch
+        return False
+
+    def may_lag(self, unit: Unit) -> bool:  # noqa: ARG002 - likewise
         return False
 
     def updated(self, unit: Unit) -> None:
@@ -197,6 +206,9 @@ class CopiedValues:
         self._cache.may_change(unit)
 
     def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - an update does not touch copies
+        return False
+
+    def may_lag(self, unit: Unit) -> bool:  # noqa: ARG002 - copies are made ahead of their use
         return False
 
     def updated(self, unit: Unit) -> None:

@@ -70,6 +70,7 @@ class Unsharder:
                 "  fix:   run one forward or backward at a time per prepared model"
             )
         self._thread = thread
+        self.access.expect(dict.fromkeys(parameter.unit for parameter in parameters))
         for done, parameter in enumerate(parameters):
             try:
                 self._unshard_one(parameter, watched=watched)

@@ -13,7 +13,6 @@ class that the engine runs. Their decisions become transfers, first come, first 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
 from itertools import count
 
 from zero_infinity.byte_sizes import format_bytes
@@ -26,7 +25,7 @@ from zero_infinity.planner.roofline import compute_seconds
 from zero_infinity.planner.simulated_host import SimulatedHost
 from zero_infinity.planner.step_program import OperatorRun, StepPhase, step
 from zero_infinity.planner.training_job import HomeRule
-from zero_infinity.planner.unit_chunks import ChunkSize, chunk_sizes
+from zero_infinity.planner.unit_chunks import ChunkBlocks, chunk_sizes
 from zero_infinity.policy.alignment import round_up
 from zero_infinity.policy.cache_policy import CachePolicy, NoRoomError
 from zero_infinity.policy.lookahead import copy_lookahead
@@ -42,15 +41,6 @@ _MAX_CHUNKS = 1_500
 _MAX_PASSES = 4  # backward passes of a step that are simulated; more are extrapolated from these
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk of a unit's optimizer record and gradient: the keys of its two blocks."""
-
-    record: int | None  # None without states, or if another rank has them
-    gradient: int
-    size: ChunkSize
-
-
 class Simulator:
     """Simulates one job; `run` returns one steady step."""
 
@@ -62,6 +52,8 @@ class Simulator:
         self._gradients_at = 0.0  # when the last gradient has arrived
         self._early = False  # True once updates run in backward
         self._number = 0  # of the backward pass in its step
+        self._lags = False  # True once the others wait for the next use of their unit
+        self._lagging: set[str] = set()  # units whose update waits
         division = inputs.division
         self._sharding = inputs.workload.sharding
         self._is_shared = self._sharding.shards_parameters  # parameters are gathered from all ranks
@@ -89,7 +81,7 @@ class Simulator:
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._peaks: Counter[str] = Counter()
 
-    def _make_blocks(self, name: str) -> list[_Chunk]:
+    def _make_blocks(self, name: str) -> list[ChunkBlocks]:
         """Cut the unit's record into chunks, and add the blocks that stream to the host's cache."""
         inputs, unit = self._inputs, self._inputs.units[name]
         moves = name not in self._resident
@@ -97,9 +89,9 @@ class Simulator:
             self._host.add(self._keys[name], name, unit.parameters, inputs.homes.parameters)
         home = inputs.homes.optimizer
         others = inputs.num_ranks - 1 if self._sharding.keeps_whole_gradients else 0
-        chunks: list[_Chunk] = []
+        chunks: list[ChunkBlocks] = []
         for number, size in enumerate(chunk_sizes(inputs.states[name], self._chunk_bytes, num_others=others)):
-            chunk = _Chunk(next(self._fresh_key) if size.record_bytes else None, next(self._fresh_key), size)
+            chunk = ChunkBlocks(next(self._fresh_key) if size.record_bytes else None, next(self._fresh_key), size)
             chunks.append(chunk)
             if not (moves and inputs.optimizer_streams):
                 continue
@@ -139,10 +131,13 @@ class Simulator:
     def run(self) -> SimulatedStep:
         """Simulate until steps are alike, and report one more."""
         may_be_early = self._inputs.workload.updates_early
+        # As in the engine (but for stage 0 on several ranks): what is copied ahead of its use cannot be updated so late.
+        may_lag = not may_be_early and self._device is None and not self._sharding.is_distributed
         for number in range(WARM_UP_STEPS):
             # The engine updates at the end of a step until it has seen two steps that are alike.
             self._early = may_be_early and number >= 2
-            self._step(same_order=not (number == 1 and may_be_early))
+            self._lags = may_lag and number >= 1
+            self._step(same_order=not (number == 1 and (may_be_early or may_lag)))
         if self._trace is not None:
             # Two steps are traced, so that a transfer that runs into the next step is seen from its start.
             for link in self._channels.links:
@@ -191,7 +186,9 @@ class Simulator:
             # The update needs every gradient in its home.
             self._wait(self._gradients_at, "gradients")
         self._backward_end = self._now
-        if not self._early:
+        if self._lags:
+            self._lagging.update(name for name, chunks in self._chunks.items() if chunks)
+        elif not self._early:
             self._update_in_step([name for name, chunks in self._chunks.items() if chunks])
             self._wait(self._channels.update_worker.free_at, "optimizer step")
         self._host.policy.end_cycle(same_order=same_order)
@@ -215,6 +212,9 @@ class Simulator:
         inputs, name = self._inputs, use.operator.name
         if use.loads is not None:
             self._load_checkpoint(use.loads, name)
+        if use.operator.unit in self._lagging and use.needs_weight:
+            self._lagging.discard(use.operator.unit)
+            self._update(use.operator.unit, self._now, retained=True)
         if use.needs_weight:
             self._wait(self._bring(use.operator.unit), name)
         self._pay()
@@ -346,7 +346,7 @@ class Simulator:
             self._host.access(chunk.gradient, self._now)
             self._host.change(chunk.gradient, ready)
 
-    def _kept_chunks(self, name: str) -> list[_Chunk]:
+    def _kept_chunks(self, name: str) -> list[ChunkBlocks]:
         """Where gradients wait: all of the unit where they are not summed yet, else this rank's part."""
         return [chunk for chunk in self._chunks[name] if chunk.size.is_updated or self._sharding.keeps_whole_gradients]
 
@@ -419,7 +419,7 @@ class Simulator:
                 self._device_ready[fetched] = self._fetch_to_device(self._names[fetched])
         return done
 
-    def _update_chunk(self, name: str, chunk: _Chunk, ready: float) -> float:
+    def _update_chunk(self, name: str, chunk: ChunkBlocks, ready: float) -> float:
         inputs = self._inputs
         states, num_elements = inputs.states[name].widths, chunk.size.num_elements
         moved = num_elements * states.update

@@ -1,7 +1,4 @@
-"""How the simulator cuts a unit's optimizer record and gradient into chunks: as the engine does. Pure.
-
-Owns the sizes; the blocks of a chunk are the simulator's.
-"""
+"""How the simulator cuts a unit's optimizer record and gradient into chunks: as the engine does. Pure."""
 
 from __future__ import annotations
 
@@ -20,6 +17,15 @@ class ChunkSize:
     record_bytes: int  # 0: the optimizer has no states, or another rank has them
     gradient_bytes: int
     is_updated: bool = True  # False: another rank updates these elements; this one keeps their gradients
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBlocks:
+    """A chunk of a unit's optimizer record and gradient in a simulation: the keys of its two blocks."""
+
+    record: int | None  # None without states, or if another rank has them
+    gradient: int
+    size: ChunkSize
 
 
 def chunk_sizes(states: UnitStates, chunk_bytes: int, *, num_others: int = 0) -> Iterator[ChunkSize]:

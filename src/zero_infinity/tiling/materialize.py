@@ -57,6 +57,7 @@ class Materializer:
 
     def acquire(self, unit: Unit) -> torch.Tensor:
         self.settle(unit)
+        self._access.expect(tile.unit for tile in unit.parameters[0].tiles)
         memory = self._take(unit)
         memory.used()
         flat = memory.tensor()[: unit.num_elements * unit.compute_dtype.itemsize].view(unit.compute_dtype)
@@ -86,6 +87,9 @@ class Materializer:
             self._written[unit] = flat
 
     def aliased(self, unit: Unit) -> bool:  # noqa: ARG002 - materialized values are a copy
+        return False
+
+    def may_lag(self, unit: Unit) -> bool:  # noqa: ARG002 - it has no update of its own
         return False
 
     def updated(self, unit: Unit) -> None:

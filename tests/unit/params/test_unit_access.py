@@ -106,6 +106,8 @@ class Observer:
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
+    def before_reads(self, unit: Unit) -> None: ...
+
     def on_read(self, unit: Unit) -> None:
         self._calls.append(f"read {unit.name}")
 
