@@ -113,7 +113,7 @@ def test_a_step_after_each_backward_of_several() -> None:
 
 def test_an_engine_may_end_while_another_model_is_built() -> None:
     """Torch loops over its hooks then, and must not meet one that goes."""
-    model, _, _ = prepared()
+    model: nn.Module | None = None
 
     class Ending(nn.Module):
         def __init__(self) -> None:
@@ -124,10 +124,11 @@ def test_an_engine_may_end_while_another_model_is_built() -> None:
         nonlocal model
         if isinstance(module, Ending) and model is not None:
             close(model)
-            model = None  # type: ignore[assignment]
+            model = None
 
-    handle = register_module_module_registration_hook(end_the_engine)
+    handle = register_module_module_registration_hook(end_the_engine)  # before those of the engine
     try:
+        model, _, _ = prepared()
         Ending()
     finally:
         handle.remove()
