@@ -131,7 +131,7 @@ class Simulator:
     def run(self) -> SimulatedStep:
         """Simulate until steps are alike, and report one more."""
         may_be_early = self._inputs.workload.updates_early
-        # As in the engine (but for stage 0 on several ranks): what is copied ahead of its use cannot be updated so late.
+        # As in the engine (but for stage 0 on several ranks): what is copied ahead of its use is not updated so late.
         may_lag = not may_be_early and self._device is None and not self._sharding.is_distributed
         for number in range(WARM_UP_STEPS):
             # The engine updates at the end of a step until it has seen two steps that are alike.
