@@ -23,6 +23,10 @@ from zero_infinity.planner.outcome import SimulatedStep
 from zero_infinity.planner.plan import make_plan
 from zero_infinity.planner.training_job import TrainingJob
 
+_EPILOG = """\
+example:
+  python -m benchmarks published --json
+"""
 _GB = 1e9
 _FROM, _TO = 0.85, 1.2
 
@@ -141,7 +145,9 @@ POINTS = (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("published", help="the planner against published steps of other systems")
+    parser = subparsers.add_parser(
+        "published", help="the planner against published steps of other systems", epilog=_EPILOG
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 

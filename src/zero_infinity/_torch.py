@@ -211,6 +211,7 @@ def order_of_norms(tensors: list[torch.Tensor]) -> list[int]:
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 
 # ---------------------------------------------------------------------- DTensors
 

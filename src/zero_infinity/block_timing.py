@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from zero_infinity._torch import tree_leaves, tree_map
 from zero_infinity.errors import UsageError
 
 _MAX_ROUNDS = 5

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from zero_infinity._torch import FakeTensorMode
+from zero_infinity._torch import FakeTensorMode, tree_map
 from zero_infinity.activations.block_finder import repeated_blocks
 from zero_infinity.block_timing import BlockCall, find_call, time_block
 from zero_infinity.config import Config

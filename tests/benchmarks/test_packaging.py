@@ -30,6 +30,7 @@ def test_the_wheel_has_the_commands_and_no_benchmark(tmp_path: Path, monkeypatch
     assert {name.split("/")[0] for name in files} == {"zero_infinity"}
     assert sorted(name for name in files if "bench" in name) == [
         "zero_infinity/cli/bench.py",
+        "zero_infinity/cli/bench_compute.py",
         "zero_infinity/cli/bench_device.py",
         "zero_infinity/cli/bench_hardware.py",
         "zero_infinity/cli/bench_io.py",

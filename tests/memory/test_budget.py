@@ -196,7 +196,7 @@ FAILURES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], type[Excep
     "no nvme and too small": (adamw, {"memory": "64KiB", "nvme": None}, zi.CapacityError),
     "unsupported optimizer": (lbfgs, {}, zi.UsageError),
     "foreign parameters": (Unmanaged, {}, zi.UsageError),
-    "narrow optim_dtype": (adamw, {"optim_dtype": "bfloat16"}, zi.ConfigError),
+    "narrow optim_dtype": (adamw, {"optim_dtype": "float16"}, zi.ConfigError),
 }
 
 

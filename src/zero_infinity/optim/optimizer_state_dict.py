@@ -37,6 +37,7 @@ class OptimizerStateDict:
         self._records = records
         self._state_io = state_io
         self._resident = resident
+        self._num_loads = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's `state_dict()` would be, in memory."""
@@ -64,10 +65,14 @@ class OptimizerStateDict:
             known = managed(parameter)
             if known is not None:
                 self._state_io.check_state(known, state)
+        before = self._num_loads
         self.optimizer.load_state_dict(state_dict)
+        if self._num_loads == before:  # a class with a `load_state_dict` of its own need not call the hook
+            self.take_loaded()
 
     def take_loaded(self) -> None:
         """The user's optimizer has loaded a state dict: its states replace those in records."""
+        self._num_loads += 1
         self._state_io.forget_states()
         self.take_states()
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from zero_infinity.errors import UsageError
-from zero_infinity.optim.nested_state import nested_state
+from zero_infinity.optim.nested_state import flat_state, nested_state
 from zero_infinity.optim.optimizer_state_dict import OptimizerStateDict
 from zero_infinity.optim.retained_gradient import retained_gradient
 
@@ -44,7 +44,7 @@ class StreamedStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         return UserState(states, parameter)
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        self._settled().set_state(parameter, dict(state))
+        self._settled().set_state(parameter, _plain(state))
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
@@ -89,13 +89,13 @@ class UserState(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         state = self._states.state_of(self._parameter) or {}
-        self._states.set_state(self._parameter, {**state, name: value})
+        self._states.set_state(self._parameter, {**state, **_plain({name: value})})
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         changes = dict(*args, **kwargs)
         state = self._states.state_of(self._parameter) or {}
-        self._states.set_state(self._parameter, {**state, **changes})
+        self._states.set_state(self._parameter, {**state, **_plain(changes)})
         super().update(changes)
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -105,6 +105,12 @@ class UserState(dict[str, Any]):
         )
 
     __delitem__ = clear = pop = popitem = setdefault = __ior__ = _refuse
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without stand-ins: what they stand for may be what is about to be replaced."""
+    flat = flat_state(dict(state))
+    return nested_state({n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in flat.items()})
 
 
 class _StateTensor:

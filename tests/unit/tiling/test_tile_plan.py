@@ -16,8 +16,8 @@ from zero_infinity.params.precision import Precision
 from zero_infinity.policy.partition import ONE_RANK
 from zero_infinity.tiling.tile_plan import Tiling, cut, find_tileable
 
-PLAIN = Precision(torch.float32, torch.float32, torch.float32)
-SMALL = Precision(torch.bfloat16, torch.float32, torch.float32)
+PLAIN = Precision(torch.float32, torch.float32, torch.float32, torch.float32, has_master=False)
+SMALL = Precision(torch.bfloat16, torch.float32, torch.float32, torch.float32, has_master=True)
 
 
 @given(
