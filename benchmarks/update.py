@@ -93,8 +93,9 @@ def _measure(directory: Path, num_layers: int) -> list[Round]:
     config = zi.Config(memory=max(num_bytes // _MEMORY_SHARE, _LEAST_MEMORY), nvme=directory, update="after_backward")
     model, optimizer = trained_layers(num_layers, config)
     rounds = []
-    # The first step after the one that has made the states is not counted: the order of its blocks is being learnt.
-    for number in range(_NUM_ROUNDS + 1):
+    # Two steps after the one that has made the states are not counted: the order of their blocks is being learnt. (In a
+    # training the update would run in the next forward; here synchronize() runs it.)
+    for number in range(_NUM_ROUNDS + 2):
         backward(model)
         zi.synchronize(model)
         before, start, cpu = zi.stats(model), time.perf_counter(), time.process_time()
@@ -104,7 +105,7 @@ def _measure(directory: Path, num_layers: int) -> list[Round]:
         after = zi.stats(model)
         optimizer.zero_grad()
         drive = drive_alone(directory, num_bytes, IOWorkload.MIXED)
-        if number:
+        if number > 1:
             read, written = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
             rounds.append(Round(seconds, cpu / seconds, read, written, drive))
     return rounds

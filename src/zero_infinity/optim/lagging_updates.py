@@ -27,7 +27,7 @@ class LaggingUpdates:
     """The updates of one model that have been decided and not submitted; at most one for each unit."""
 
     def __init__(self, submission: UpdateSubmission, sources: ValueSources, cycle: StepCycle, *, may_lag: bool) -> None:
-        """`may_lag`: False if all updates have to be submitted in one order on all ranks."""
+        """`may_lag`: False on several ranks, which may not all use a unit again, and have to submit in one order."""
         self._submission = submission
         self._sources = sources
         self._cycle = cycle
@@ -49,6 +49,8 @@ class LaggingUpdates:
         )
         # Where updates run in backward, the few that are left for `step()` would only change the order of forward.
         lags = self._may_lag and not keeps_gradients and not self._cycle.is_early
+        # A tile is read through its whole, and beside that there may be no room for its update.
+        lags = lags and all(parameter.whole is None for parameter in unit.parameters)
         if lags and self._sources.of(unit).may_lag(unit):
             self._updates[unit] = update
         else:

@@ -64,7 +64,7 @@ class ShardedGradients(GradientFlow):
     def __init__(self, parts: GradientParts, settings: GradientSettings, collectives: GradientCollectives) -> None:
         # Updated shards are all-gathered in one order, so in that case every update is submitted in `step()`.
         early = settings.early and collectives.all_gather is None
-        super().__init__(parts, replace(settings, early=early, norms=False, may_lag=collectives.all_gather is None))
+        super().__init__(parts, replace(settings, early=early, norms=False, may_lag=False))
         is_kept = collectives.device.type == "cpu" or all(self._on_device.is_home_of(unit) for unit in parts.records)
         self._keeps_whole = is_kept and not collectives.sharding.shards_gradients
         self._channel = collectives.channel
