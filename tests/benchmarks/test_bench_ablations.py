@@ -86,6 +86,7 @@ def test_what_a_rank_sends_takes_its_time_on_a_slow_link() -> None:
     assert traffic.snapshot() == ({"gather": 4_000_000}, {"gather": 2})
 
 
+@pytest.mark.long
 def test_a_real_run_of_a_few_variants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

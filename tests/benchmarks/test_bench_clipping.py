@@ -12,6 +12,7 @@ from benchmarks.__main__ import main
 TINY = "--layers=1 --hidden=64 --batches=1x16 --steps=2 --warmup=1 --budget=2 --timeout=240".split()  # noqa: SIM905
 
 
+@pytest.mark.long
 def test_both_contenders_take_their_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clipping", *TINY, f"--nvme={tmp_path}", f"--out={tmp_path / 'out'}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

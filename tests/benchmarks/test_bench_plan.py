@@ -42,6 +42,7 @@ def test_bytes_are_exact_and_held_is_close(tiny: None, tmp_path: Path, capsys: p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_table(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", str(tmp_path), "--only", "tiny, 1/2"]) == 0

@@ -57,11 +57,14 @@ def losses(kind: type, settings: Any, rows: dict[str, list[str]], folder: Path, 
     return [{name: line[name] for name in shown if name in line} for line in logged]
 
 
+FULL_AND_LORA = [pytest.param(False, id="full", marks=pytest.mark.long), pytest.param(True, id="lora")]
+
+
 def lora() -> peft.LoraConfig:
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapters", FULL_AND_LORA)
 def test_supervised_fine_tuning_is_the_same(adapters: bool, tmp_path: Path) -> None:
     extra = {"peft_config": lora()} if adapters else {}
     config = zi.Config(memory="400KiB", nvme=tmp_path)
@@ -71,7 +74,7 @@ def test_supervised_fine_tuning_is_the_same(adapters: bool, tmp_path: Path) -> N
     assert losses(OurSFT, settings, TEXTS, tmp_path, zero_infinity=config, **extra) == plain
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapters", FULL_AND_LORA)
 def test_preferences_with_a_frozen_reference_are_the_same(adapters: bool, tmp_path: Path) -> None:
     """With adapters the reference is the base; otherwise it is a model of its own."""
     config = zi.Config(memory="400KiB", nvme=tmp_path)
@@ -84,7 +87,7 @@ def test_preferences_with_a_frozen_reference_are_the_same(adapters: bool, tmp_pa
     assert runs[1] == runs[0]
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapters", FULL_AND_LORA)
 def test_rewards_of_what_it_generates_are_the_same(adapters: bool, tmp_path: Path) -> None:
     """The model generates between two steps; the reference is a model of its own, or the base under the adapters."""
     changes: dict[str, Any] = {"max_steps": 4, "max_grad_norm": 1e-2, "per_device_train_batch_size": 4}
@@ -98,7 +101,7 @@ def test_rewards_of_what_it_generates_are_the_same(adapters: bool, tmp_path: Pat
     assert losses(OurGRPO, settings, rows, tmp_path, **extra, zero_infinity=config) == plain
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapters", FULL_AND_LORA)
 def test_the_sender_of_trl_gets_values_with_adapters_merged(adapters: bool, tmp_path: Path) -> None:
     received: list[dict[str, torch.Tensor]] = []
     for config in (None, zi.Config(memory="300KiB", nvme=tmp_path)):
